@@ -1,0 +1,212 @@
+"""The one table: what a rank holds, tensor by tensor, and when. Estimator, trace and GPU runs all write it.
+
+A row is a tensor (or a group of equal tensors) with the interval of a *clock* in which it is alive. The clock is
+a count of events: schedule steps in an estimate, allocations and frees in a trace. A peak is therefore a query:
+the largest sum of the rows alive at one moment. Phases are stretches of the clock.
+
+`bytes` are the tensor's, rounded to the allocator's 512-byte unit; `block_bytes` are those of the allocator's
+block that holds it (`torch.cuda.memory_allocated` counts blocks: a remainder of up to 1 MiB is not split off).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Lifetime = Literal["state", "retained", "transient", "workspace", "allowance", "margin"]
+"""state: alive between steps; retained: from a layer's forward to its backward; transient: within one of them;
+workspace: of a library, once a process; allowance and margin: set aside, not seen."""
+Certainty = Literal["exact", "traced", "measured", "allowance"]
+
+PHASES = ("setup", "forward", "backward", "grad_sync", "optimizer")
+"""Phases of a step in order; setup builds model, gradient buffers and optimizer."""
+
+UNIT = 512
+"""The CUDA caching allocator rounds every request up to this (`kMinBlockSize`)."""
+
+
+def rounded(nbytes: int) -> int:
+    """`nbytes` as the allocator hands them out."""
+    return -(-nbytes // UNIT) * UNIT
+
+
+class Row(NamedTuple):
+    """One line of the ledger; field order is column order."""
+
+    rank: int
+    phase: str
+    """Phase in which it is born."""
+    layer: int | None
+    """Decoder layer, from 0; None outside the layers."""
+    kind: str
+    """What holds it: parameters, gradients, optimizer, attention, mlp, moe, norm, embedding, head, input, library."""
+    module: str
+    """Module path below the model, e.g. `decoder.layers.3.mlp.router`."""
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+    block_bytes: int
+    lifetime: Lifetime
+    certainty: Certainty
+    recompute: str | None
+    """Label of the recompute rule that touched it, if any."""
+    born: int
+    dies: int | None
+    """Clock at which it is free again; None never."""
+
+
+class Moment(NamedTuple):
+    """The start of a phase on the clock."""
+
+    clock: int
+    iteration: int
+    """0 for setup, then 1, 2, ..."""
+    phase: str
+
+
+class Peak(NamedTuple):
+    """The largest sum of live rows in a stretch of the clock."""
+
+    bytes: int
+    clock: int
+    iteration: int
+    phase: str
+
+
+class Ledger:
+    """Rows with their clock. Immutable; frames are made on first use so that no reader pays for polars in vain."""
+
+    def __init__(self, rows: Iterable[Row], moments: Sequence[Moment]) -> None:
+        self.rows = tuple(rows)
+        self.moments = tuple(moments)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def frame(self) -> "pl.DataFrame":
+        """The rows as a polars frame, one column per `Row` field."""
+        import polars as pl
+
+        schema = {
+            "rank": pl.Int32,
+            "phase": pl.String,
+            "layer": pl.Int32,
+            "kind": pl.String,
+            "module": pl.String,
+            "tensor": pl.String,
+            "shape": pl.List(pl.Int64),
+            "dtype": pl.String,
+            "count": pl.Int64,
+            "bytes": pl.Int64,
+            "block_bytes": pl.Int64,
+            "lifetime": pl.String,
+            "certainty": pl.String,
+            "recompute": pl.String,
+            "born": pl.Int64,
+            "dies": pl.Int64,
+        }
+        columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in schema)
+        return pl.DataFrame(dict(zip(schema, map(list, columns), strict=True)), schema=schema)
+
+    @classmethod
+    def from_frame(cls, frame: "pl.DataFrame", moments: Sequence[Moment]) -> Self:
+        """The ledger whose `frame` this is."""
+        rows = (Row(*values)._replace(shape=tuple(values[6])) for values in frame.iter_rows())
+        return cls(rows, moments)
+
+    def _deltas(self, blocks: bool) -> list[tuple[int, int]]:
+        """(clock, change in live bytes) in clock order; at one clock, frees come before births."""
+        size = Row._fields.index("block_bytes" if blocks else "bytes")
+        changes: dict[int, list[int]] = {}
+        for row in self.rows:
+            nbytes = row[size]
+            changes.setdefault(row.born, [0, 0])[1] += nbytes
+            if row.dies is not None:
+                changes.setdefault(row.dies, [0, 0])[0] -= nbytes
+        ordered: list[tuple[int, int]] = []
+        for clock in sorted(changes):
+            freed, born = changes[clock]
+            ordered += [(clock, freed)] if freed else []
+            ordered += [(clock, born)] if born else []
+        return ordered
+
+    def live(self, *, blocks: bool = True) -> list[tuple[int, int]]:
+        """(clock, live bytes from that clock on), the timeline of the whole ledger."""
+        total, levels = 0, []
+        for clock, change in self._deltas(blocks):
+            total += change
+            levels.append((clock, total))
+        return levels
+
+    def phase_peaks(self, *, blocks: bool = True) -> list[Peak]:
+        """The peak of each phase of each iteration, in clock order.
+
+        A phase begins with whatever is alive when it begins.
+        """
+        peaks: list[Peak] = []
+        levels = self.live(blocks=blocks)
+        position, level = 0, 0
+        for index, moment in enumerate(self.moments):
+            end = self.moments[index + 1].clock if index + 1 < len(self.moments) else None
+            while position < len(levels) and levels[position][0] < moment.clock:
+                level = levels[position][1]
+                position += 1
+            best, at = level, moment.clock
+            while position < len(levels) and (end is None or levels[position][0] < end):
+                clock, level = levels[position]
+                position += 1
+                if level > best:
+                    best, at = level, clock
+            peaks.append(Peak(best, at, moment.iteration, moment.phase))
+        return peaks
+
+    def peak(self, *, blocks: bool = True) -> Peak:
+        """The largest phase peak (the first of equals)."""
+        return max(self.phase_peaks(blocks=blocks), key=lambda peak: peak.bytes)
+
+    def at(self, clock: int) -> "Ledger":
+        """Only the rows alive at `clock` (after the frees and births of that clock)."""
+        return self.where(lambda row: row.born <= clock and (row.dies is None or row.dies > clock))
+
+    def where(self, keep: Callable[[Row], bool]) -> "Ledger":
+        """Only the rows for which `keep` holds, on the same clock."""
+        return Ledger((row for row in self.rows if keep(row)), self.moments)
+
+    def total(self, *, blocks: bool = False) -> int:
+        """Sum of the rows' bytes (or block bytes)."""
+        return sum(row.block_bytes if blocks else row.bytes for row in self.rows)
+
+    def steady_iteration(self) -> int:
+        """The last iteration on the clock: the one whose optimizer state exists from its start."""
+        return max((moment.iteration for moment in self.moments), default=0)
+
+    def start(self, iteration: int, phase: str) -> int:
+        """Clock at which a phase begins.
+
+        Raises:
+            KeyError: no such phase.
+        """
+        for moment in self.moments:
+            if (moment.iteration, moment.phase) == (iteration, phase):
+                return moment.clock
+        raise KeyError((iteration, phase))
+
+    def between_steps(self) -> "Ledger":
+        """What is alive when the steady iteration begins."""
+        start = self.start(self.steady_iteration(), "forward")
+        return self.where(lambda row: row.born < start and (row.dies is None or row.dies > start))
+
+    def retained(self) -> "Ledger":
+        """What the steady iteration's forward leaves for its backward."""
+        iteration = self.steady_iteration()
+        start, end = self.start(iteration, "forward"), self.start(iteration, "backward")
+        return self.where(
+            lambda row: start <= row.born < end
+            and row.lifetime == "retained"
+            and (row.dies is None or row.dies >= end)
+        )

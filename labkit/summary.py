@@ -1,0 +1,222 @@
+"""What a result says in one page: the same object for an estimate and a trace, in JSON, in a shell, in Jupyter."""
+
+from collections import Counter
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import NonNegativeInt
+
+from labkit.ledger import Ledger, Row
+from labkit.workload import Workload
+from labkit.workload.base import Many, Part
+from labkit.workload.gpu import GIB, GPUS
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+CATEGORIES = (
+    "parameters",
+    "gradient buffers",
+    "optimizer state",
+    "retained: attention",
+    "retained: mlp",
+    "retained: moe",
+    "retained: other",
+    "transient",
+    "optimizer step",
+    "workspaces",
+    "allocator remainders",
+)
+"""What holds memory, in stacking order. `allocator remainders` are blocks larger than the tensor they hold."""
+
+_STATE = {
+    "parameters": "parameters",
+    "gradients": "gradient buffers",
+    "optimizer": "optimizer state",
+}
+
+
+def category(row: Row) -> str:
+    """The entry of `CATEGORIES` a row's bytes count to (its remainder counts to `allocator remainders`)."""
+    if row.lifetime == "workspace":
+        return "workspaces"
+    if row.lifetime == "state" and row.kind in _STATE:
+        return _STATE[row.kind]
+    if row.lifetime in ("retained", "state"):
+        return f"retained: {row.kind}" if row.kind in ("attention", "mlp", "moe") else "retained: other"
+    return "optimizer step" if row.phase == "optimizer" else "transient"
+
+
+def breakdown(rows: Ledger) -> dict[str, int]:
+    """Bytes per category, in the order of `CATEGORIES`; their sum is the rows' block bytes."""
+    held: Counter[str] = Counter()
+    for row in rows.rows:
+        held[category(row)] += row.bytes
+        held["allocator remainders"] += row.block_bytes - row.bytes
+    return {name: held[name] for name in CATEGORIES if held[name]}
+
+
+class PhaseSummary(Part):
+    """The peak of one phase of one iteration."""
+
+    iteration: NonNegativeInt
+    phase: str
+    peak_allocated_bytes: NonNegativeInt
+    """Allocator blocks, what `torch.cuda.max_memory_allocated` counts."""
+    peak_tensor_bytes: NonNegativeInt
+    """The same phase's largest sum of tensors (rounded to 512 bytes)."""
+
+
+class Share(Part):
+    """Bytes one category holds at the peak."""
+
+    category: str
+    bytes: NonNegativeInt
+
+
+class Summary(Part):
+    """The documented `--json` object of `labkit estimate` and `labkit trace` (see docs/json.md)."""
+
+    schema_name: Literal["labkit.summary/1"] = "labkit.summary/1"
+    certainty: Literal["estimated", "traced"]
+    workload: Workload
+    workload_hash: str
+    rank: NonNegativeInt
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt | None
+    """Simulated segments of the caching allocator; None where no allocator was simulated."""
+    peak_iteration: NonNegativeInt
+    peak_phase: str
+    phases: Many[PhaseSummary]
+    between_steps_bytes: NonNegativeInt
+    """Tensor bytes alive when the steady iteration begins."""
+    retained_bytes: NonNegativeInt
+    """Tensor bytes the steady forward leaves for its backward."""
+    breakdown: Many[Share]
+    """What holds the peak; sums to `peak_allocated_bytes`."""
+    gpu: str
+    gpu_memory_bytes: NonNegativeInt
+    fits: bool
+    """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
+    warnings: Many[str]
+    """Choices in the workload that do nothing."""
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.table import Table
+        from rich.text import Text
+
+        yield Text.assemble(
+            (f"{self.workload.model.name}", "bold"), f"  recompute {self.workload.recompute.label}  rank {self.rank}"
+        )
+        yield Text(self.verdict, style="green" if self.fits else "red")
+        table = Table(title=f"What holds the peak ({self.certainty}, GiB)", title_justify="left")
+        table.add_column("category")
+        table.add_column("GiB", justify="right")
+        table.add_column("share", justify="right")
+        for share in self.breakdown:
+            table.add_row(
+                share.category, f"{share.bytes / GIB:.3f}", f"{share.bytes / self.peak_allocated_bytes:.1%}"
+            )
+        yield table
+        phases = Table(title="Peak of each phase (GiB)", title_justify="left")
+        phases.add_column("iteration", justify="right")
+        phases.add_column("phase")
+        phases.add_column("allocated", justify="right")
+        phases.add_column("tensors", justify="right")
+        for phase in self.phases:
+            phases.add_row(
+                str(phase.iteration),
+                phase.phase,
+                f"{phase.peak_allocated_bytes / GIB:.3f}",
+                f"{phase.peak_tensor_bytes / GIB:.3f}",
+            )
+        yield phases
+        for warning in self.warnings:
+            yield Text(f"warning: {warning}", style="yellow")
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: the peak, where it is, and whether it fits the GPU."""
+        relation = "fits" if self.fits else "does not fit"
+        return (
+            f"Peak {self.peak_allocated_bytes / GIB:.3f} GiB ({self.certainty}) in {self.peak_phase} of iteration "
+            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB)."
+        )
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(share.category)}</td><td>{share.bytes / GIB:.3f}</td>"
+            f"<td>{share.bytes / self.peak_allocated_bytes:.1%}</td></tr>"
+            for share in self.breakdown
+        )
+        warnings = "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
+        return (
+            f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "
+            f"{escape(self.workload.recompute.label)}, rank {self.rank}. {escape(self.verdict)}</p>"
+            f"<table><caption>What holds the peak ({self.certainty})</caption><thead><tr>"
+            f"<th scope='col' style='text-align:left'>category</th><th scope='col'>GiB</th><th scope='col'>share</th>"
+            f"</tr></thead><tbody>{rows}</tbody></table>{warnings}</div>"
+        )
+
+
+class Result:
+    """A workload with the ledger that says what its rank holds. Base of `Estimate` and `Trace`."""
+
+    certainty: Literal["estimated", "traced"]
+
+    def __init__(self, workload: Workload, ledger: Ledger, *, rank: int, peak_reserved_bytes: int | None) -> None:
+        self.workload = workload
+        self.ledger = ledger
+        self.rank = rank
+        self.peak_reserved_bytes = peak_reserved_bytes
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Largest sum of live allocator blocks."""
+        return self.summary.peak_allocated_bytes
+
+    @property
+    def retained_bytes(self) -> int:
+        """Tensor bytes the steady forward leaves for its backward."""
+        return self.summary.retained_bytes
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The result on one page."""
+        tensors = self.ledger.phase_peaks(blocks=False)
+        blocks = self.ledger.phase_peaks()
+        peak = max(blocks, key=lambda peak: peak.bytes)
+        gpu = GPUS[self.workload.training.gpu]
+        warnings = [str(finding) for finding in self.workload.findings if finding.severity == "warning"]
+        return Summary(
+            certainty=self.certainty,
+            workload=self.workload,
+            workload_hash=self.workload.content_hash,
+            rank=self.rank,
+            peak_allocated_bytes=peak.bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            peak_iteration=peak.iteration,
+            peak_phase=peak.phase,
+            phases=tuple(
+                PhaseSummary(
+                    iteration=block.iteration,
+                    phase=block.phase,
+                    peak_allocated_bytes=block.bytes,
+                    peak_tensor_bytes=tensor.bytes,
+                )
+                for block, tensor in zip(blocks, tensors, strict=True)
+            ),
+            between_steps_bytes=self.ledger.between_steps().total(),
+            retained_bytes=self.ledger.retained().total(),
+            breakdown=tuple(
+                Share(category=name, bytes=nbytes) for name, nbytes in breakdown(self.ledger.at(peak.clock)).items()
+            ),
+            gpu=gpu.name,
+            gpu_memory_bytes=gpu.total_memory_bytes,
+            fits=peak.bytes < gpu.total_memory_bytes,
+            warnings=tuple(warnings),
+        )
+
+    def _repr_html_(self) -> str:
+        return self.summary._repr_html_()

@@ -1,0 +1,26 @@
+"""What is run: `Workload` and its parts. Knows nothing of bytes, imports no torch."""
+
+from labkit.workload.batch import Batch
+from labkit.workload.model import MixtureOfExperts, Model, MultiLatentAttention
+from labkit.workload.parallelism import Parallelism
+from labkit.workload.recompute import RECOMPUTE_MODULES, Recompute
+from labkit.workload.rules import Finding
+from labkit.workload.training import DataParallel, Kernels, Optimizer, Software, Training
+from labkit.workload.workload import Workload
+
+__all__ = [
+    "RECOMPUTE_MODULES",
+    "Batch",
+    "DataParallel",
+    "Finding",
+    "Kernels",
+    "MixtureOfExperts",
+    "Model",
+    "MultiLatentAttention",
+    "Optimizer",
+    "Parallelism",
+    "Recompute",
+    "Software",
+    "Training",
+    "Workload",
+]

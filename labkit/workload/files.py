@@ -1,0 +1,84 @@
+"""Reading YAML as data, and finding what ships with labkit (`data/`)."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from labkit.errors import InputError, nearest
+
+_MAXIMUM_BYTES = 4 * 2**20
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@cache
+def data_directory() -> Path:
+    """`data/` beside the package in a checkout, inside it in an installed wheel."""
+    installed = _PACKAGE / "data"
+    return installed if installed.is_dir() else _PACKAGE.parent / "data"
+
+
+class _UniqueKeyLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]
+    """Plain data only; a key given twice is an error, not a silent choice of the last."""
+
+
+def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int | float | bool):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def load_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        InputError: it cannot be read, is larger than 4 MiB, is not YAML, or holds no mapping with text keys.
+    """
+    try:
+        if path.stat().st_size > _MAXIMUM_BYTES:
+            raise InputError(f"{path}: larger than 4 MiB; a workload or study file is a few hundred lines")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not text in UTF-8") from None
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a safe loader)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{path}: not valid YAML: {type(error).__name__}") from None
+    if data is None:
+        raise InputError(f"{path}: empty; expected a mapping of keys to values")
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise InputError(f"{path}: expected a mapping with text keys at the top")
+    return data
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    mark = getattr(error, "problem_mark", None)
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else str(problem)
+
+
+def model_mapping(name: str, source: str) -> dict[str, Any]:
+    """The mapping of a model that ships with labkit (`data/models/NAME.yaml`).
+
+    Raises:
+        InputError: no such model.
+    """
+    known = {path.stem: path for path in (data_directory() / "models").glob("*.yaml")}
+    if name not in known:
+        raise InputError(f"{source}: unknown model {name!r}{nearest(name, known)}")
+    return {"name": name, **load_mapping(known[name])}

@@ -1,0 +1,24 @@
+"""The GPUs labkit knows: what decides memory is their capacity and their compute capability."""
+
+from typing import NamedTuple
+
+GIB = 2**30
+MIB = 2**20
+
+
+class Gpu(NamedTuple):
+    """One GPU model."""
+
+    name: str
+    total_memory_bytes: int
+    """`torch.cuda.get_device_properties().total_memory`, as PyTorch's out-of-memory messages print it."""
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    bf16_flops: float
+    """Dense bf16 peak in FLOP/s (NVIDIA data sheet)."""
+
+
+GPUS: dict[str, Gpu] = {
+    "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", int(79.10 * GIB), (9, 0), 132, 989e12),
+    "h200-141gb": Gpu("NVIDIA H200", int(139.81 * GIB), (9, 0), 132, 989e12),
+}

@@ -1,0 +1,57 @@
+"""How the work is spread over ranks."""
+
+from pydantic import PositiveInt
+
+from labkit.workload.base import Part
+
+
+class Parallelism(Part):
+    """Parallel sizes, in Megatron Core's names; short forms are properties."""
+
+    world_size: PositiveInt
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel ranks."""
+        return self.pipeline_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks."""
+        return self.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel ranks."""
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        """Tensor-parallel ranks of the experts."""
+        return self.expert_tensor_parallel_size
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks of the dense parameters (context-parallel ranks not counted)."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel ranks of the expert parameters."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def sp(self) -> int:
+        """Ranks the sequence is split over between tensor-parallel regions: tp or 1."""
+        return self.tp if self.sequence_parallel else 1

@@ -1,0 +1,223 @@
+"""Which workloads can run at all, and which choices do nothing: each rule with its reason and its remedy.
+
+Megatron Core's own validators are the authority (`TransformerConfig.__post_init__`, `parallel_state`); a rule
+that is theirs names the field they reject.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+
+class Finding(NamedTuple):
+    """One broken rule (`error`) or idle choice (`warning`)."""
+
+    severity: Literal["error", "warning"]
+    field: str
+    """Dotted path of the field in the workload."""
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}; {self.remedy}"
+
+
+def findings(workload: "Workload") -> list[Finding]:
+    """Every rule `workload` breaks, errors first."""
+    found = [*_sizes(workload), *_layout(workload), *_recompute(workload)]
+    return sorted(found, key=lambda finding: finding.severity)
+
+
+def _divides(divisor: int, number: int, field: str, what: str) -> Iterator[Finding]:
+    if number % divisor:
+        fits = [n for n in range(1, number + 1) if number % n == 0 and n <= 64]
+        yield Finding(
+            "error",
+            field,
+            f"{divisor} does not divide {what} ({number})",
+            f"use one of {', '.join(map(str, fits))}",
+        )
+
+
+def _sizes(workload: "Workload") -> Iterator[Finding]:
+    model, moe = workload.model, workload.model.mixture_of_experts
+    if moe is not None:
+        if moe.moe_router_topk > moe.num_moe_experts:
+            yield Finding(
+                "error",
+                "model.mixture_of_experts.moe_router_topk",
+                f"{moe.moe_router_topk} experts a token is more than the {moe.num_moe_experts} there are",
+                f"use at most {moe.num_moe_experts}",
+            )
+        frequency = moe.moe_layer_freq
+        if not isinstance(frequency, int) and len(frequency) != model.num_layers:
+            yield Finding(
+                "error",
+                "model.mixture_of_experts.moe_layer_freq",
+                f"it names {len(frequency)} layers but num_layers is {model.num_layers}",
+                f"give {model.num_layers} entries",
+            )
+
+
+def _layout(workload: "Workload") -> Iterator[Finding]:
+    model, layout, batch = workload.model, workload.parallelism, workload.batch
+    moe, tp, ep = model.mixture_of_experts, layout.tp, layout.ep
+    at = "parallelism.tensor_model_parallel_size"
+    yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads")
+    yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
+    for size, field in ((layout.pp, "pipeline_model_parallel_size"), (layout.cp, "context_parallel_size")):
+        if size != 1:
+            yield Finding(
+                "error", f"parallelism.{field}", f"{size} is not supported by this version of labkit", "use 1"
+            )
+    grouped = tp * layout.pp * layout.cp
+    if layout.world_size % grouped:
+        yield Finding(
+            "error",
+            "parallelism.world_size",
+            f"{layout.world_size} ranks do not factor into tensor x pipeline x context parallel = {grouped}",
+            f"use a multiple of {grouped}",
+        )
+        return
+    if layout.sequence_parallel:
+        yield from _divides(tp, batch.seq_length, at, "seq_length under sequence_parallel")
+        if tp == 1:
+            yield Finding(
+                "warning",
+                "parallelism.sequence_parallel",
+                "it does nothing at tensor_model_parallel_size 1",
+                "leave it off or raise tensor_model_parallel_size",
+            )
+    if moe is None:
+        if ep != 1 or layout.etp != 1:
+            yield Finding(
+                "error",
+                "parallelism.expert_model_parallel_size",
+                "the model has no experts to spread",
+                "use 1 for both expert_model_parallel_size and expert_tensor_parallel_size",
+            )
+    else:
+        field = "parallelism.expert_model_parallel_size"
+        yield from _divides(ep, moe.num_moe_experts, field, "num_moe_experts")
+        yield from _divides(
+            layout.etp,
+            moe.moe_ffn_hidden_size,
+            "parallelism.expert_tensor_parallel_size",
+            "moe_ffn_hidden_size",
+        )
+        if layout.etp != 1:
+            yield Finding(
+                "error",
+                "parallelism.expert_tensor_parallel_size",
+                f"{layout.etp} is not supported by this version of labkit",
+                "use 1",
+            )
+        if moe.moe_shared_expert_intermediate_size is not None:
+            yield from _divides(
+                tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size"
+            )
+        expert_group = layout.etp * ep * layout.pp
+        if layout.world_size % expert_group:
+            yield Finding(
+                "error",
+                "parallelism.world_size",
+                f"{layout.world_size} ranks do not factor into expert tensor x expert x pipeline parallel "
+                f"= {expert_group}",
+                f"use a multiple of {expert_group} and of {grouped}",
+            )
+        if tp > 1 and not layout.sequence_parallel:
+            yield Finding(
+                "error",
+                "parallelism.sequence_parallel",
+                "Megatron Core trains experts under tensor parallelism only with sequence parallelism",
+                "set sequence_parallel: true",
+            )
+    rows = batch.micro_batch_size * layout.dp
+    yield from _divides_batch(rows, batch.global_batch_size)
+
+
+def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
+    if global_batch_size % rows:
+        yield Finding(
+            "error",
+            "batch.global_batch_size",
+            f"{global_batch_size} is not a multiple of micro_batch_size x data-parallel ranks = {rows}",
+            f"use a multiple of {rows}",
+        )
+
+
+def _recompute(workload: "Workload") -> Iterator[Finding]:
+    choice, model, kernels = workload.recompute, workload.model, workload.training.kernels
+    moe = model.mixture_of_experts
+    field = "recompute.recompute_modules"
+    if choice.recompute_granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(choice, name) is None:
+                yield Finding(
+                    "error",
+                    f"recompute.{name}",
+                    "full recompute needs it",
+                    "give both recompute_method (uniform or block) and recompute_num_layers",
+                )
+        if choice.recompute_modules:
+            yield Finding(
+                "warning", field, "full recompute supersedes the list", "leave recompute_modules out"
+            )
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(choice, name) is not None:
+            yield Finding(
+                "error",
+                f"recompute.{name}",
+                "only full recompute takes it",
+                f"leave it out or set recompute_granularity: full (now {choice.recompute_granularity})",
+            )
+    if choice.recompute_granularity is None:
+        if choice.recompute_modules is not None:
+            yield Finding(
+                "error",
+                field,
+                "the list does nothing without a granularity",
+                "set recompute_granularity: selective",
+            )
+        return
+    labels = choice.modules
+    if "moe_act" in labels and not kernels.moe_grouped_gemm:
+        yield Finding(
+            "error", field, "moe_act needs grouped GEMM", "set training.kernels.moe_grouped_gemm: true"
+        )
+    if "gdn_norm_out" in labels:
+        yield Finding(
+            "error", field, "gdn_norm_out needs gated-delta-net layers, this model has none", "remove it"
+        )
+    shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
+    if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
+        yield Finding(
+            "error",
+            field,
+            "shared_experts cannot be recomputed while their computation overlaps the dispatch",
+            "remove it or set training.kernels.moe_shared_expert_overlap: false",
+        )
+    yield from _idle_labels(workload, labels, shared)
+
+
+def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
+    kinds = set(workload.model.mlp_kinds)
+    idle = {
+        "core_attn": (True, "fused attention already keeps no scores"),
+        "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
+        "moe": ("moe" not in kinds, "the model has no MoE layer"),
+        "moe_act": ("moe" not in kinds, "the model has no MoE layer"),
+        "shared_experts": (not shared, "the model has no shared expert"),
+    }
+    for label in sorted(labels & idle.keys()):
+        inactive, reason = idle[label]
+        if inactive:
+            yield Finding(
+                "warning",
+                "recompute.recompute_modules",
+                f"{label} saves nothing: {reason}",
+                f"remove {label}",
+            )

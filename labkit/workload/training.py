@@ -1,0 +1,74 @@
+"""How the step is carried out: precision, kernels, data parallelism, optimizer, hardware, software."""
+
+from typing import Literal
+
+from labkit.workload.base import Part
+
+FloatName = Literal["fp32", "bf16"]
+FLOAT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+class Kernels(Part):
+    """Choices among Megatron Core's and Transformer Engine's implementations (`TransformerConfig`)."""
+
+    attention_backend: Literal["fused"] = "fused"
+    bias_activation_fusion: Literal[True] = True
+    bias_dropout_fusion: Literal[True] = True
+    apply_rope_fusion: bool = False
+    gradient_accumulation_fusion: bool = True
+    cross_entropy_loss_fusion: Literal[True] = True
+    cross_entropy_fusion_impl: Literal["te"] = "te"
+    moe_grouped_gemm: bool = True
+    moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
+    moe_permute_fusion: bool = True
+    moe_shared_expert_overlap: bool = False
+
+
+class DataParallel(Part):
+    """Megatron Core `DistributedDataParallelConfig`."""
+
+    use_distributed_optimizer: Literal[True] = True
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    average_in_collective: bool = True
+
+
+class Optimizer(Part):
+    """Megatron Core `OptimizerConfig`, as far as it decides memory."""
+
+    optimizer: Literal["adam"] = "adam"
+    use_precision_aware_optimizer: bool = False
+    main_params_dtype: Literal["fp32"] = "fp32"
+    main_grads_dtype: FloatName = "fp32"
+    exp_avg_dtype: FloatName = "fp32"
+    exp_avg_sq_dtype: FloatName = "fp32"
+    store_param_remainders: bool = True
+    """Keep only the low 16 bits of the fp32 main parameters beside the bf16 ones (where the optimizer holds them)."""
+    fp8_recipe: Literal["delayed", "tensorwise"] | None = None
+    """A recipe other than `delayed` makes Megatron Core, not Transformer Engine, hold the main
+    parameters, and copy the gradients to fp32 in the step, even when nothing runs in FP8."""
+
+    @property
+    def main_params_in_te(self) -> bool:
+        """Transformer Engine's FusedAdam holds the main parameters and reads gradients where they lie
+        (`OptimizerConfig.use_precision_aware_optimizer_no_fp8_or_ds_fp8`)."""
+        return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
+
+
+class Software(Part):
+    """Versions the workload runs under; they decide what is kept (see `labkit.workload.behaviour`)."""
+
+    megatron_core: str = "0.19.2"
+    transformer_engine: str = "2.20.2"
+
+
+class Training(Part):
+    """The training setup."""
+
+    precision: Literal["bf16"] = "bf16"
+    kernels: Kernels = Kernels()
+    data_parallel: DataParallel = DataParallel()
+    optimizer: Optimizer = Optimizer()
+    gpu: Literal["h100-80gb", "h200-141gb"] = "h100-80gb"
+    software: Software = Software()

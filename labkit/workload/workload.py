@@ -1,0 +1,139 @@
+"""`Workload`: the one value that describes what is run."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from labkit.errors import InputError, nearest
+from labkit.workload.base import Part
+from labkit.workload.batch import Batch
+from labkit.workload.files import load_mapping, model_mapping
+from labkit.workload.model import Model
+from labkit.workload.parallelism import Parallelism
+from labkit.workload.recompute import Recompute
+from labkit.workload.rules import Finding, findings
+from labkit.workload.training import Training
+
+
+class Workload(Part):
+    """A model, a parallel layout, a batch, a recompute choice and a training setup.
+
+    Frozen and hashable. Build one from keywords, with `from_mapping`, or with `load` from YAML; the last two
+    accept a model's name in place of its mapping and raise `InputError` (one sentence) for anything wrong.
+    The constructor raises pydantic's `ValidationError` for wrong types; `checked()` applies the rules.
+
+    >>> workload = Workload.load("data/workloads/moonlight-16b.yaml")
+    >>> workload.parallelism.tp
+    2
+    """
+
+    model_config = ConfigDict(title="Workload")
+
+    model: Model
+    parallelism: Parallelism
+    batch: Batch
+    recompute: Recompute = Field(default=Recompute())
+    training: Training = Field(default=Training())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a workload from a YAML file.
+
+        Raises:
+            InputError: the file cannot be read, is not YAML, or describes no workload that can run.
+        """
+        return cls.from_mapping(load_mapping(Path(path)), source=str(path))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], source: str = "workload") -> Self:
+        """Build a workload that can run from plain data; `source` names it in errors.
+
+        Raises:
+            InputError: unknown or missing keys, wrong types, or a broken rule.
+        """
+        data = dict(mapping)
+        if isinstance(data.get("model"), str):
+            data["model"] = model_mapping(data["model"], source)
+        try:
+            workload = cls.model_validate(data)
+        except ValidationError as error:
+            raise InputError(f"{source}: {first_problem(cls, error)}") from None
+        return workload.checked(source)
+
+    def checked(self, source: str = "workload") -> Self:
+        """Itself, if every rule allows it to run.
+
+        Raises:
+            InputError: the first rule it breaks, with reason and remedy.
+        """
+        for finding in self.findings:
+            if finding.severity == "error":
+                raise InputError(f"{source}: {finding}")
+        return self
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Broken rules and idle choices (`labkit.workload.rules`)."""
+        return findings(self)
+
+    def with_recompute(self, **fields: Any) -> Self:
+        """The same workload under another recompute choice, checked."""
+        changed = {**self.model_dump(), "recompute": fields}
+        return self.from_mapping(changed)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vocabulary as Megatron pads it (`megatron.training.vocab_utils.calculate_padded_vocab_size`)."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallelism.tp
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches a data-parallel rank runs in one step."""
+        return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallelism.dp)
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 (hex) of everything in it: equal workloads have equal hashes, in every process."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def first_problem(model: type[Part], error: ValidationError) -> str:
+    """The first validation problem in one sentence, with the nearest valid name for an unknown key or value."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))]
+    where = ".".join(location) or "the document"
+    if problem["type"] == "extra_forbidden":
+        valid = _fields_at(model, location[:-1])
+        return f"unknown key {where!r}{nearest(location[-1], valid)}"
+    if problem["type"] == "missing":
+        return f"{where!r} is missing"
+    if problem["type"] == "literal_error":
+        expected = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        return f"{where}: {_shown(problem['input'])} is not allowed{nearest(str(problem['input']), expected)}"
+    return f"{where}: {problem['msg'].lower()} (got {_shown(problem['input'])})"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fields_at(model: type[Part], path: list[str]) -> list[str]:
+    """Valid field names of the part that `path` leads to."""
+    current: Any = model
+    for name in path:
+        field = current.model_fields.get(name)
+        if field is None:
+            return []
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        parts = [option for option in options if isinstance(option, type) and issubclass(option, Part)]
+        if not parts:
+            return []
+        current = parts[0]
+    return list(current.model_fields)
