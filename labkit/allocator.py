@@ -16,7 +16,7 @@ per pool; the growth is modelled as whole 20 MiB (large) or 2 MiB (small) pages 
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from labkit.ledger import UNIT, rounded
 from labkit.workload.gpu import MIB
@@ -38,9 +38,6 @@ class _Block:
         self.previous: _Block | None = None
         self.next: _Block | None = None
 
-    def __lt__(self, other: Self) -> bool:
-        return (self.size, self.address) < (other.size, other.address)
-
 
 class Allocator:
     """The caching allocator's books. `allocate` and `free` take any hashable name for an allocation.
@@ -56,7 +53,10 @@ class Allocator:
         self.expandable_segments = expandable_segments
         self.allocated = 0
         self.reserved = 0
-        self._free: dict[bool, list[_Block]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        """Free blocks of the small (True) and the large pool, as sorted (size, address)."""
+        self._blocks: dict[int, _Block] = {}
+        """Free blocks by address."""
         self._used: dict[object, _Block] = {}
         self._next_address = 0
 
@@ -67,9 +67,8 @@ class Allocator:
             return 0
         small = size <= MIB
         pool = self._free[small]
-        wanted = _Block(-1, size, small)
-        index = bisect_left(pool, wanted)
-        block = pool.pop(index) if index < len(pool) else self._segment(size, small)
+        index = bisect_left(pool, (size, -1))
+        block = self._blocks.pop(pool.pop(index)[1]) if index < len(pool) else self._segment(size, small)
         remainder = block.size - size
         smallest = UNIT if small or self.expandable_segments else MIB + 1
         if remainder >= smallest:
@@ -78,11 +77,20 @@ class Allocator:
             if block.next is not None:
                 block.next.previous = rest
             block.next, block.size = rest, size
-            insort(pool, rest)
+            self._return(rest)
         block.free = False
         self._used[name] = block
         self.allocated += block.size
         return block.size
+
+    def _return(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.size, block.address))
+        self._blocks[block.address] = block
+
+    def _withdraw(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.address))]
+        del self._blocks[block.address]
 
     def _segment(self, size: int, small: bool) -> _Block:
         if small:
@@ -104,23 +112,22 @@ class Allocator:
         if block is None:
             return
         self.allocated -= block.size
-        pool = self._free[block.small]
         block.free = True
         before, after = block.previous, block.next
         if before is not None and before.free:
-            del pool[bisect_left(pool, before)]
+            self._withdraw(before)
             before.size += block.size
-            before.next = block.next
-            if block.next is not None:
-                block.next.previous = before
+            before.next = after
+            if after is not None:
+                after.previous = before
             block = before
         if after is not None and after.free:
-            del pool[bisect_left(pool, after)]
+            self._withdraw(after)
             block.size += after.size
             block.next = after.next
             if after.next is not None:
                 after.next.previous = block
-        insort(pool, block)
+        self._return(block)
 
 
 class Simulated(NamedTuple):

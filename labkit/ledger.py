@@ -10,6 +10,7 @@ block that holds it (`torch.cuda.memory_allocated` counts blocks: a remainder of
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Row(NamedTuple):
     tensor: str
     shape: tuple[int, ...]
     dtype: str
-    count: int
+    count: int  # type: ignore[assignment]  # the column's name; tuple.count is not used
     bytes: int
     block_bytes: int
     lifetime: Lifetime
@@ -92,7 +93,7 @@ class Ledger:
         """The rows as a polars frame, one column per `Row` field."""
         import polars as pl
 
-        schema = {
+        schema: dict[str, pl.DataType | type[pl.DataType]] = {
             "rank": pl.Int32,
             "phase": pl.String,
             "layer": pl.Int32,
@@ -119,29 +120,16 @@ class Ledger:
         rows = (Row(*values)._replace(shape=tuple(values[6])) for values in frame.iter_rows())
         return cls(rows, moments)
 
-    def _deltas(self, blocks: bool) -> list[tuple[int, int]]:
-        """(clock, change in live bytes) in clock order; at one clock, frees come before births."""
-        size = Row._fields.index("block_bytes" if blocks else "bytes")
-        changes: dict[int, list[int]] = {}
-        for row in self.rows:
-            nbytes = row[size]
-            changes.setdefault(row.born, [0, 0])[1] += nbytes
-            if row.dies is not None:
-                changes.setdefault(row.dies, [0, 0])[0] -= nbytes
-        ordered: list[tuple[int, int]] = []
-        for clock in sorted(changes):
-            freed, born = changes[clock]
-            ordered += [(clock, freed)] if freed else []
-            ordered += [(clock, born)] if born else []
-        return ordered
-
     def live(self, *, blocks: bool = True) -> list[tuple[int, int]]:
-        """(clock, live bytes from that clock on), the timeline of the whole ledger."""
-        total, levels = 0, []
-        for clock, change in self._deltas(blocks):
-            total += change
-            levels.append((clock, total))
-        return levels
+        """(clock, live bytes from that clock on), the timeline of the whole ledger; at one clock, frees come first."""
+        if blocks:
+            changes = [(row.born, row.block_bytes) for row in self.rows]
+            changes += [(row.dies, -row.block_bytes) for row in self.rows if row.dies is not None]
+        else:
+            changes = [(row.born, row.bytes) for row in self.rows]
+            changes += [(row.dies, -row.bytes) for row in self.rows if row.dies is not None]
+        changes.sort()
+        return list(zip((clock for clock, _ in changes), accumulate(change for _, change in changes), strict=True))
 
     def phase_peaks(self, *, blocks: bool = True) -> list[Peak]:
         """The peak of each phase of each iteration, in clock order.
@@ -206,7 +194,5 @@ class Ledger:
         iteration = self.steady_iteration()
         start, end = self.start(iteration, "forward"), self.start(iteration, "backward")
         return self.where(
-            lambda row: start <= row.born < end
-            and row.lifetime == "retained"
-            and (row.dies is None or row.dies >= end)
+            lambda row: start <= row.born < end and row.lifetime == "retained" and (row.dies is None or row.dies >= end)
         )

@@ -115,9 +115,7 @@ class Summary(Part):
         table.add_column("GiB", justify="right")
         table.add_column("share", justify="right")
         for share in self.breakdown:
-            table.add_row(
-                share.category, f"{share.bytes / GIB:.3f}", f"{share.bytes / self.peak_allocated_bytes:.1%}"
-            )
+            table.add_row(share.category, f"{share.bytes / GIB:.3f}", f"{share.bytes / self.peak_allocated_bytes:.1%}")
         yield table
         phases = Table(title="Peak of each phase (GiB)", title_justify="left")
         phases.add_column("iteration", justify="right")

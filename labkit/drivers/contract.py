@@ -12,7 +12,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 
-SCHEMA_VERSION = 1
 Outcome = Literal["ok", "oom", "failed"]
 DriverName = Literal["trace", "published"]
 
@@ -55,7 +54,7 @@ class Failure(Part):
 class Measurement(Part):
     """One cell's result."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     driver: DriverName
     workload: Workload
     outcome: Outcome

@@ -15,10 +15,13 @@ class Gpu(NamedTuple):
     compute_capability: tuple[int, int]
     multiprocessors: int
     bf16_flops: float
-    """Dense bf16 peak in FLOP/s (NVIDIA data sheet)."""
+    """Dense bf16 peak in FLOP/s (NVIDIA data sheet, SXM)."""
+    hbm_bytes_per_second: float
+    nvlink_bytes_per_second: float
+    """One direction."""
 
 
 GPUS: dict[str, Gpu] = {
-    "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", int(79.10 * GIB), (9, 0), 132, 989e12),
-    "h200-141gb": Gpu("NVIDIA H200", int(139.81 * GIB), (9, 0), 132, 989e12),
+    "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", int(79.10 * GIB), (9, 0), 132, 989e12, 3.35e12, 450e9),
+    "h200-141gb": Gpu("NVIDIA H200", int(139.81 * GIB), (9, 0), 132, 989e12, 4.8e12, 450e9),
 }

@@ -67,8 +67,8 @@ class Model(Part):
     add_bias_linear: Literal[False] = False
     untie_embeddings_and_output_weights: Literal[True] = True
     rotary_base: PositiveInt = 10000
-    hidden_dropout: Literal[0.0] = 0.0
-    attention_dropout: Literal[0.0] = 0.0
+    hidden_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
+    attention_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
 
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
@@ -78,5 +78,6 @@ class Model(Part):
             return ("dense",) * self.num_layers
         frequency = moe.moe_layer_freq
         if isinstance(frequency, int):
-            return tuple("dense" if i % frequency else "moe" for i in range(self.num_layers))
-        return tuple("moe" if flag else "dense" for flag in frequency)
+            frequency = tuple(0 if layer % frequency else 1 for layer in range(self.num_layers))
+        kinds: dict[int, MlpKind] = {0: "dense", 1: "moe"}
+        return tuple(kinds[flag] for flag in frequency)

@@ -115,9 +115,7 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
                 "use 1",
             )
         if moe.moe_shared_expert_intermediate_size is not None:
-            yield from _divides(
-                tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size"
-            )
+            yield from _divides(tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size")
         expert_group = layout.etp * ep * layout.pp
         if layout.world_size % expert_group:
             yield Finding(
@@ -162,9 +160,7 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
                     "give both recompute_method (uniform or block) and recompute_num_layers",
                 )
         if choice.recompute_modules:
-            yield Finding(
-                "warning", field, "full recompute supersedes the list", "leave recompute_modules out"
-            )
+            yield Finding("warning", field, "full recompute supersedes the list", "leave recompute_modules out")
         return
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(choice, name) is not None:
@@ -184,14 +180,8 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
             )
         return
     labels = choice.modules
-    if "moe_act" in labels and not kernels.moe_grouped_gemm:
-        yield Finding(
-            "error", field, "moe_act needs grouped GEMM", "set training.kernels.moe_grouped_gemm: true"
-        )
     if "gdn_norm_out" in labels:
-        yield Finding(
-            "error", field, "gdn_norm_out needs gated-delta-net layers, this model has none", "remove it"
-        )
+        yield Finding("error", field, "gdn_norm_out needs gated-delta-net layers, this model has none", "remove it")
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
     if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
         yield Finding(

@@ -14,13 +14,13 @@ class Kernels(Part):
     attention_backend: Literal["fused"] = "fused"
     bias_activation_fusion: Literal[True] = True
     bias_dropout_fusion: Literal[True] = True
-    apply_rope_fusion: bool = False
+    apply_rope_fusion: Literal[False] = False
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: Literal[True] = True
     cross_entropy_fusion_impl: Literal["te"] = "te"
-    moe_grouped_gemm: bool = True
+    moe_grouped_gemm: Literal[True] = True
     moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
-    moe_permute_fusion: bool = True
+    moe_permute_fusion: Literal[True] = True
     moe_shared_expert_overlap: bool = False
 
 
@@ -51,8 +51,10 @@ class Optimizer(Part):
 
     @property
     def main_params_in_te(self) -> bool:
-        """Transformer Engine's FusedAdam holds the main parameters and reads gradients where they lie
-        (`OptimizerConfig.use_precision_aware_optimizer_no_fp8_or_ds_fp8`)."""
+        """Transformer Engine's FusedAdam holds the main parameters and reads gradients where they lie.
+
+        Source: `OptimizerConfig.use_precision_aware_optimizer_no_fp8_or_ds_fp8`.
+        """
         return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
 
 

@@ -106,7 +106,9 @@ class Workload(Part):
 def first_problem(model: type[Part], error: ValidationError) -> str:
     """The first validation problem in one sentence, with the nearest valid name for an unknown key or value."""
     problem = error.errors()[0]
-    location = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))]
+    location = [
+        str(part) for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))
+    ]
     where = ".".join(location) or "the document"
     if problem["type"] == "extra_forbidden":
         valid = _fields_at(model, location[:-1])

@@ -1,0 +1,43 @@
+# Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env report test lab lint bench lock clean
+
+BIN := .venv/bin
+STUDY := data/studies/moonlight-16b.yaml
+# What the checkers read; a folder that git does not track is not checked.
+CODE := labkit notebooks benchmarks tests
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: .venv/stamp  ## Make .venv as requirements.lock says; nothing to do when it is (PYTHON=... names another Python)
+
+.venv/stamp: requirements.lock pyproject.toml scripts/make_env.sh scripts/jupyterlab_overrides.json
+	@sh scripts/make_env.sh
+
+report: env  ## Run the Moonlight recompute study and render figures/moonlight-16b.html
+	@$(BIN)/labkit report $(STUDY)
+
+test: env  ## Run all tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lab: env  ## Open the notebooks in JupyterLab
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/recompute_study.py
+
+lint: env  ## Check format, lint and types
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/mypy $(CODE)
+
+bench: env  ## Time the estimate, one trace cell and the six-cell study
+	@$(BIN)/python benchmarks/speed.py
+
+# uv is no part of the environment: only who changes a dependency needs it.
+lock:  ## Resolve pyproject.toml into requirements.lock again (needs uv)
+	uv pip compile --universal --python-version 3.12 --extra dev --generate-hashes --no-emit-index-url --no-header \
+	    --no-annotate --output-file requirements.lock pyproject.toml
+
+clean:  ## Remove the environment, the caches and the rendered reports (kept results stay)
+	rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis figures/*.html
+	find labkit tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,173 @@
+"""The `labkit` command.
+
+Exit codes: 0 done; 1 the work failed; 2 the input is wrong and nothing was written; 130 interrupted. Whatever goes
+wrong is one sentence on stderr. `--json` prints one JSON object on stdout and nothing else. Each command imports what
+it needs when it runs: an estimate must not wait for torch, polars or charts.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+import labkit
+from labkit.errors import InputError, LabkitError
+
+if TYPE_CHECKING:
+    from labkit.study import Study
+    from labkit.workload.base import Part
+
+app = typer.Typer(
+    help="What one rank of a Megatron Core job holds in GPU memory, and what to recompute.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+study_app = typer.Typer(help="Run matched studies, and see where they stand.")
+app.add_typer(study_app, name="study")
+
+WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml", show_default=False)]
+StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+StoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="Folder of the result files.", show_default="results/NAME"),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Cells made at once.", show_default="2, or 1 on one CPU")
+]
+
+
+@app.command()
+def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
+    """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
+    from labkit.memory.estimate import estimate as estimated
+    from labkit.workload import Workload
+
+    _show(estimated(Workload.load(workload)).summary, json)
+
+
+@app.command()
+def trace(workload: WorkloadArgument, json: JsonOption = False) -> None:
+    """Trace the peak memory of one rank: the real Megatron Core code over fake tensors, no GPU."""
+    from rich.console import Console
+
+    from labkit.workload import Workload
+
+    checked = Workload.load(workload)
+    from labkit.drivers.trace.server import TraceServer
+
+    console = Console(stderr=True)
+    with console.status(f"tracing {checked.model.name} ...") as line, TraceServer() as server:
+        traced = server.run(
+            checked,
+            on_phase=lambda iteration, phase: line.update(
+                f"tracing {checked.model.name}: iteration {iteration}, {phase}"
+            ),
+        )
+    _show(traced.summary, json)
+
+
+@study_app.command("run")
+def study_run(
+    study: StudyArgument,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="LABEL", help="Only this candidate; may be repeated.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
+    workers: WorkersOption = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the missing results of a study. Stop it as you like: what is finished is kept."""
+    opened = _open(study, store)
+    status = opened.run(only or (), force=force, workers=workers)
+    _show(status, json)
+    if status.count("failed"):
+        raise typer.Exit(1)
+
+
+@study_app.command("status")
+def study_status(study: StudyArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+    """Say which results of a study are done, missing, damaged or made by other versions."""
+    _show(_open(study, store).status(), json)
+
+
+@app.command()
+def report(
+    study: StudyArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default="figures/NAME.html", help="Where the report goes."),
+    ] = None,
+) -> None:
+    """Run what is missing of a study and write its report: one self-contained HTML file."""
+    opened = _open(study, None)
+    output = output or Path("figures") / f"{opened.name}.html"
+    if output.is_dir():
+        raise InputError(f"{output}: is a folder; give the report a file name")
+    status = opened.run()
+    from labkit.report.document import write_report
+
+    written = write_report(study, output)
+    typer.echo(f"{written}: {status.sentence}")
+    if status.count("failed"):
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print labkit's version."""
+    typer.echo(labkit.__version__)
+
+
+def _open(study: Path, store: Path | None) -> "Study":
+    from labkit.study import Study
+
+    return Study.load(study, store)
+
+
+def _show(value: "Part", json: bool) -> None:
+    if json:
+        typer.echo(value.model_dump_json())
+        return
+    from rich.console import Console
+
+    Console().print(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments) or ["--help"]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments, prog_name="labkit", standalone_mode=False)
+        sys.stdout.flush()
+    except LabkitError as error:
+        return _fail(str(error), 2 if isinstance(error, InputError) else 1)
+    except TyperException as error:
+        return _fail(f"{error.format_message().rstrip('.')} (labkit --help lists what there is)", error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has left: the interpreter's last flush must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 (the last resort: a bug of ours must read as one)
+        if os.environ.get("LABKIT_DEBUG"):
+            traceback.print_exc()
+        return _fail(f"unexpected {type(error).__name__}: {error} (LABKIT_DEBUG=1 shows the traceback)", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(sentence: str, code: int) -> int:
+    line = " ".join(sentence.split())
+    typer.echo(f"labkit: {line}", err=True)
+    return code

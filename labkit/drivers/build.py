@@ -1,0 +1,159 @@
+"""A workload as Megatron Core builds it: configuration, model, gradient buffers, optimizer.
+
+The same code serves every driver; nothing here knows what the device is. The steps are separate functions because a
+driver accounts for each of them. Sources: `megatron.training.training.get_model`, `setup_model_and_optimizer` and
+`megatron.core.models.gpt.gpt_layer_specs`, Megatron Core 0.19.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    model_parallel_cuda_manual_seed,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from labkit.workload import Workload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parallel_groups(workload: Workload, *, seed: int = 1234) -> None:
+    """Split the initialised default process group into Megatron's groups and seed its generators."""
+    layout = workload.parallelism
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def transformer_config(workload: Workload) -> MLATransformerConfig:
+    """Megatron's configuration of the model, its layout, its kernels and its recompute choice."""
+    model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
+    return MLATransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        normalization=model.normalization,
+        qk_layernorm=model.qk_layernorm,
+        gated_linear_unit=model.gated_linear_unit,
+        activation_func=getattr(torch.nn.functional, model.activation_func),
+        add_bias_linear=model.add_bias_linear,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        rope_type="rope",
+        rotary_base=model.rotary_base,
+        **model.multi_latent_attention.model_dump(),
+        **_mixture_of_experts(workload),
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        bf16=True,
+        params_dtype=DTYPES[workload.training.precision],
+        attention_backend=AttnBackend[kernels.attention_backend],
+        bias_activation_fusion=kernels.bias_activation_fusion,
+        bias_dropout_fusion=kernels.bias_dropout_fusion,
+        apply_rope_fusion=kernels.apply_rope_fusion,
+        gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
+        cross_entropy_loss_fusion=kernels.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=kernels.cross_entropy_fusion_impl,
+        **_recompute(workload),
+    )
+
+
+def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
+    moe, kernels = workload.model.mixture_of_experts, workload.training.kernels
+    if moe is None:
+        return {}
+    fields = moe.model_dump()
+    if not isinstance(moe.moe_layer_freq, int):
+        fields["moe_layer_freq"] = list(moe.moe_layer_freq)
+    shared = moe.moe_shared_expert_intermediate_size is not None
+    return {
+        **fields,
+        "moe_grouped_gemm": kernels.moe_grouped_gemm,
+        "moe_token_dispatcher_type": kernels.moe_token_dispatcher_type,
+        "moe_permute_fusion": kernels.moe_permute_fusion,
+        "moe_shared_expert_overlap": kernels.moe_shared_expert_overlap and shared,
+    }
+
+
+def _recompute(workload: Workload) -> dict[str, Any]:
+    fields = workload.recompute.model_dump()
+    modules = fields.pop("recompute_modules")
+    # None stays None: Megatron's own default is then in force.
+    return {**fields, "recompute_modules": None if modules is None else list(modules)}
+
+
+def build_model(workload: Workload) -> Float16Module:
+    """The rank's share of the model on the current device, in the training precision."""
+    config = transformer_config(workload)
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        vocab_size=workload.padded_vocab_size,
+        max_sequence_length=workload.batch.seq_length,
+        share_embeddings_and_output_weights=not workload.model.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=workload.model.rotary_base,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.cuda(torch.cuda.current_device())
+    return Float16Module(config, model)
+
+
+def wrap(workload: Workload, model: Float16Module) -> DistributedDataParallel:
+    """The model over contiguous parameter and gradient buffers."""
+    choice = workload.training.data_parallel
+    return DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=choice.use_distributed_optimizer,
+            grad_reduce_in_fp32=choice.grad_reduce_in_fp32,
+            overlap_grad_reduce=choice.overlap_grad_reduce,
+            overlap_param_gather=choice.overlap_param_gather,
+            average_in_collective=choice.average_in_collective,
+        ),
+        model,
+    )
+
+
+def build_optimizer(workload: Workload, model: DistributedDataParallel) -> MegatronOptimizer:
+    """The optimizer over the model's buffers; its moments appear in the first step."""
+    choice, data_parallel = workload.training.optimizer, workload.training.data_parallel
+    config = OptimizerConfig(
+        optimizer=choice.optimizer,
+        lr=1e-4,
+        bf16=True,
+        params_dtype=DTYPES[workload.training.precision],
+        use_distributed_optimizer=data_parallel.use_distributed_optimizer,
+        overlap_param_gather=data_parallel.overlap_param_gather,
+        use_precision_aware_optimizer=choice.use_precision_aware_optimizer,
+        main_params_dtype=DTYPES[choice.main_params_dtype],
+        main_grads_dtype=DTYPES[choice.main_grads_dtype],
+        exp_avg_dtype=DTYPES[choice.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[choice.exp_avg_sq_dtype],
+        store_param_remainders=choice.store_param_remainders,
+        fp8_recipe=choice.fp8_recipe,
+    )
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)

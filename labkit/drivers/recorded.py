@@ -1,0 +1,97 @@
+"""Published figures as measurements: the driver that runs nothing and quotes its source."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+
+from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.errors import InputError, nearest
+from labkit.workload import Recompute, Workload
+from labkit.workload.base import Part
+from labkit.workload.files import load_mapping
+from labkit.workload.workload import first_problem
+
+GB = 10**9
+"""What publishers' "GB" are, where their file says so; converted here and nowhere else."""
+
+
+class PublishedCell(Part):
+    """The figures of one recompute choice."""
+
+    recompute: Recompute
+    peak_gb: PositiveFloat
+    step_time_ms: PositiveFloat | None = None
+    tflops_per_gpu: PositiveFloat | None = None
+
+
+class Published(Part):
+    """A file of published figures (`data/published/*.yaml`)."""
+
+    source: str = Field(min_length=1)
+    """Who measured, on what, when."""
+    peak_means: str
+    peak_iteration: PositiveInt
+    """Iteration after which the peak was read."""
+    step_time_means: str = ""
+    workload: dict[str, Any]
+    """What the publisher states of the workload, a partial mapping; figures answer only for workloads that agree."""
+    cells: list[PublishedCell]
+    _path: Path = PrivateAttr(default=Path("published"))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file of published figures.
+
+        Raises:
+            InputError: it cannot be read, or has unknown, missing or wrong keys.
+        """
+        try:
+            published = cls.model_validate(load_mapping(path))
+        except ValidationError as error:
+            raise InputError(f"{path}: {first_problem(cls, error)}") from None
+        published._path = path
+        return published
+
+    def measurement(self, workload: Workload) -> Measurement | None:
+        """The published figures of a workload; None if the publication does not cover it.
+
+        It covers a workload that agrees with everything the publisher states and whose recompute choice is in the
+        file (in whatever order its modules are listed).
+
+        Raises:
+            InputError: the publication states a field that workloads do not have.
+        """
+        if not self._agrees(self.workload, workload.model_dump(), "workload"):
+            return None
+        for cell in self.cells:
+            if cell.recompute.label == workload.recompute.label:
+                # `max_memory_allocated` covers every phase up to its reading: the phase names the reading.
+                reading = PhasePeak(
+                    iteration=self.peak_iteration,
+                    phase="after optimizer",
+                    peak_allocated_bytes=round(cell.peak_gb * GB),
+                )
+                return Measurement(
+                    driver="published",
+                    workload=workload,
+                    outcome="ok",
+                    ranks=(RankRecord(rank=0, phases=(reading,)),),
+                    step_time_ms=cell.step_time_ms,
+                    tflops_per_gpu=cell.tflops_per_gpu,
+                    source=f"{self.source}; peak: {self.peak_means}; step time: {self.step_time_means}",
+                )
+        return None
+
+    def _agrees(self, stated: Mapping[str, Any], actual: Mapping[str, Any], where: str) -> bool:
+        agrees = True
+        for key, value in stated.items():
+            if key not in actual:
+                raise InputError(f"{self._path}: unknown key '{where}.{key}'{nearest(key, actual)}")
+            ours = actual[key]
+            if isinstance(value, Mapping) and isinstance(ours, Mapping):
+                agrees &= self._agrees(value, ours, f"{where}.{key}")
+            else:
+                agrees &= value == (list(ours) if isinstance(ours, tuple) else ours)
+        return agrees

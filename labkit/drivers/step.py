@@ -1,0 +1,120 @@
+"""One training step as Megatron takes it, and where its phases begin.
+
+Source: `megatron.training.training.train` and `train_step`, and `forward_step` of `pretrain_gpt.py`, Megatron 0.19.
+The schedule is Megatron's own, told apart into phases by the timers it starts.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from labkit.workload import Workload
+
+PhaseCallback = Callable[[int, str], None]
+"""Called with (iteration, name of `labkit.ledger.PHASES`) when a phase begins."""
+
+_PHASE_OF_TIMER = {"forward-compute": "forward", "backward-compute": "backward", "all-grads-sync": "grad_sync"}
+
+
+class _PhaseTimers:
+    """Looks like Megatron's `Timers` and says which phase begins."""
+
+    def __init__(self, phase: Callable[[str], None]) -> None:
+        self._phase = phase
+        self._name = ""
+
+    def __call__(self, name: str, log_level: int | None = None) -> "_PhaseTimers":
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        if self._name in _PHASE_OF_TIMER:
+            self._phase(_PHASE_OF_TIMER[self._name])
+
+    def stop(self, barrier: bool = False) -> None:
+        pass
+
+
+class TrainingStep:
+    """A model and its optimizer, ready to step. Iterations count from 1."""
+
+    def __init__(
+        self, workload: Workload, model: DistributedDataParallel, optimizer: MegatronOptimizer, phase: PhaseCallback
+    ) -> None:
+        self.workload = workload
+        self.model = model
+        self.optimizer = optimizer
+        self.iteration = 0
+        self._phase = phase
+        self._forward_backward = get_forward_backward_func()
+        self._batches = _batches(workload)
+        config = model.config
+        config.timers = _PhaseTimers(lambda name: phase(self.iteration, name))
+        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        data_parallel = workload.training.data_parallel
+        if data_parallel.overlap_grad_reduce:
+            config.no_sync_func = model.no_sync
+        self._late_hooks = data_parallel.overlap_param_gather
+        if self._late_hooks:
+            # The first step's parameters are in place already: Megatron gathers none before it.
+            model.disable_forward_pre_hook(param_sync=False)
+        model.train()
+
+    def run(self) -> torch.Tensor:
+        """Take one step; returns the mean loss over its micro-batches, a scalar on the device."""
+        self.iteration += 1
+        self._phase(self.iteration, "forward")
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(
+            forward_step_func=_forward,
+            data_iterator=self._batches,
+            model=[self.model],
+            num_microbatches=self.workload.num_microbatches,
+            seq_length=self.workload.batch.seq_length,
+            micro_batch_size=self.workload.batch.micro_batch_size,
+            forward_only=False,
+        )
+        self._phase(self.iteration, "optimizer")
+        self.optimizer.step()
+        if self._late_hooks and self.iteration == 1:
+            self.model.enable_forward_pre_hook()
+        total: torch.Tensor = torch.vstack([loss["lm loss"] for loss in losses]).sum(dim=0)
+        return total[0] / total[1]
+
+
+def _batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
+    """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask."""
+    shape = (workload.batch.micro_batch_size, workload.batch.seq_length)
+    while True:
+        yield {
+            "tokens": torch.zeros(shape, dtype=torch.int64, device="cuda"),
+            "labels": torch.zeros(shape, dtype=torch.int64, device="cuda"),
+            "loss_mask": torch.ones(shape, dtype=torch.float32, device="cuda"),
+            "position_ids": torch.arange(shape[1], device="cuda").repeat(shape[0], 1),
+        }
+
+
+def _forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch = next(batches)
+    losses = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+    )
+    return losses, partial(_mean_loss, batch["loss_mask"])
+
+
+def _mean_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of the losses that count, how many count, both for the report)."""
+    mask = loss_mask.view(-1).float()
+    total = torch.sum(losses.view(-1).float() * mask)
+    count = mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([total.clone().detach().view(1), count.view(1)])
+    return total, count, {"lm loss": report}

@@ -1,0 +1,42 @@
+"""The cuBLAS workspaces PyTorch takes from its own allocator, below any tensor.
+
+`aten/src/ATen/cuda/CublasHandlePool.cpp`: each pair of cuBLAS handle and stream gets one workspace, kept for the
+life of the process, the first time it is used for a product; a handle belongs to a thread. Training has two: the
+thread that runs forward and autograd's device thread. The size is 32 MiB on sm90 and later, 8.125 MiB before, or
+what `CUBLAS_WORKSPACE_CONFIG` says (the trace takes it as unset). Transformer Engine's own workspaces are Python
+tensors and seen without help.
+"""
+
+from typing import Any
+
+import torch
+
+from labkit.drivers.trace.tracker import StorageTracker
+from labkit.workload.gpu import MIB, Gpu
+
+PRODUCER = "CublasHandlePool"
+
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"))
+
+
+def workspace_bytes(gpu: Gpu) -> int:
+    """Size of one workspace (`parseChosenWorkspaceSize`)."""
+    return 32 * MIB if gpu.compute_capability >= (9, 0) else 8 * MIB + 128 * 1024
+
+
+class CublasWorkspaces:
+    """Books each thread's workspace at its first product; give `before_operator` to the tracker."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.bytes = workspace_bytes(gpu)
+        self._threads: set[str] = set()
+
+    def before_operator(self, tracker: StorageTracker, operator: Any) -> None:
+        """Book a workspace if `operator` is this thread's first product."""
+        if operator._schema.name not in _PRODUCTS:
+            return
+        # The fake device is the CPU, whose backward runs on the caller's thread: the graph task tells them apart.
+        thread = "forward thread" if torch._C._current_graph_task_id() == -1 else "autograd thread"
+        if thread not in self._threads:
+            self._threads.add(thread)
+            tracker.book(self.bytes, (self.bytes,), "uint8", thread, PRODUCER)

@@ -1,0 +1,255 @@
+"""The face of `torch.cuda` on a machine without a GPU: one H100 or H200 that runs nothing.
+
+Fake tensors live on the fake device "cpu": autograd's engine would need a CUDA driver for "cuda" tensors. So every
+request for a CUDA device is answered with the CPU, and every question about the device with the GPU's answer.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch._subclasses import fake_impls, fake_tensor
+from torch.overrides import TorchFunctionMode
+
+from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.drivers.trace.tracker import StorageTracker
+from labkit.workload.gpu import Gpu
+
+HOST = torch.device("cpu")
+
+
+class Stream:
+    """Stands for every stream and event: all work is done the moment it is issued."""
+
+    device = HOST
+    cuda_stream = 0
+    stream_id = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Self]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def elapsed_time(self, other: Self) -> float:
+        """No time passes."""
+        return 0.0
+
+
+class Event(Stream):
+    """A recorded moment."""
+
+
+class _Device(contextlib.nullcontext[None]):
+    """`torch.cuda.device(index)`."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _factory(dtype: torch.dtype) -> type:
+    """`torch.cuda.FloatTensor([1.0])` and its like."""
+
+    def new(cls: type, data: Any) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype, device="cuda")
+
+    return type(f"{dtype}Tensor", (), {"__new__": new})
+
+
+class CudaAsCpu(TorchFunctionMode):
+    """Answers requests for tensors on CUDA with the fake CPU device, and tells the tracker what lies on the host.
+
+    A new tensor lies on the host if no device, "cpu" or pinned memory is asked for, or if it is copied there; from
+    there it comes to the device by a copy, as on a GPU.
+    """
+
+    _FACTORIES = frozenset(
+        (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn)
+    )
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.tolist and getattr(args[0], "constant", None) is not None:
+            with torch._C._DisableTorchDispatch():
+                return args[0].constant.tolist()
+        if function is torch.Tensor.cuda:
+            return self._on_device(args[0])
+        if function is torch.Tensor.cpu:
+            with self.tracker.host():
+                return args[0].clone()
+        device = kwargs.get("device")
+        pinned = kwargs.pop("pin_memory", False)
+        if function in self._FACTORIES and (pinned or device is None or device == "cpu"):
+            with self.tracker.host():
+                return function(*args, **kwargs)
+        on_cuda = _is_cuda(device) or type(device) is int
+        if on_cuda:
+            kwargs["device"] = HOST
+        if any(map(_is_cuda, args)):
+            on_cuda = True
+            args = tuple(HOST if _is_cuda(argument) else argument for argument in args)
+        result = function(*args, **kwargs)
+        return self._on_device(result) if on_cuda and function is torch.Tensor.to else result
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if self.tracker.on_host(tensor) else tensor
+
+
+def _apply(self: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` as it treats real tensors: a converted parameter is the same object with new data.
+
+    Fake ones it would swap, which a weak reference (the tracker's, FakeTensorMode's own) forbids.
+    """
+    if recurse:
+        for child in self.children():
+            child._apply(convert)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                converted = convert(parameter)
+            if converted is not parameter:
+                parameter.data = converted
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = convert(buffer)
+    return self
+
+
+_TYPE_NAMES = {
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+    torch.int64: "torch.cuda.LongTensor",
+}
+
+
+def _tensor_type(original: Any) -> Callable[..., Any]:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if args or kwargs else _TYPE_NAMES[self.dtype]
+
+    return type_
+
+
+def replacements(gpu: Gpu) -> Iterator[Replacement]:
+    """What `torch.cuda` and `torch.Tensor` say about the device while a trace runs on `gpu`."""
+    major, minor = gpu.compute_capability
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors,
+        total_memory=gpu.total_memory_bytes,
+        warp_size=32,
+    )
+    stream = Stream()
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_device_capability": gpu.compute_capability,
+        "get_device_name": gpu.name,
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "current_stream": stream,
+        "default_stream": stream,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "set_device": None,
+        "set_stream": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "set_rng_state": None,
+        "_lazy_init": None,
+    }
+    for name, answer in answers.items():
+        yield Replacement(torch.cuda, name, _always(answer), NOTHING)
+    yield Replacement(torch.cuda, "get_rng_state", _rng_state, "nothing: the state is a host tensor")
+    yield Replacement(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), NOTHING)
+    yield Replacement(torch.cuda, "device", _Device, NOTHING)
+    yield Replacement(torch.cuda, "Stream", Stream, NOTHING)
+    yield Replacement(torch.cuda, "Event", Event, NOTHING)
+    yield Replacement(torch, "Event", Event, NOTHING)
+    for name in ("range_push", "range_pop"):
+        yield Replacement(torch.cuda.nvtx, name, _always(None), NOTHING)
+    for name, dtype in (
+        ("FloatTensor", torch.float32),
+        ("IntTensor", torch.int32),
+        ("LongTensor", torch.int64),
+        ("ByteTensor", torch.uint8),
+    ):
+        yield Replacement(torch.cuda, name, _factory(dtype), "one tensor of the data")
+    yield Replacement(
+        fake_impls.op_implementations_dict,
+        torch.ops.aten._local_scalar_dense.default,
+        _read_scalar,
+        "nothing: the value is copied to the host",
+    )
+    yield Replacement(fake_tensor, "CONSTANT_NUMEL_LIMIT", 4096, "nothing: host constants (row counts) keep their values")
+    yield Replacement(
+        torch, "compile", _eager, "what is alive at the end of a compiled region; eager code may hold more inside it"
+    )
+    # A function mode is off while it handles a call, and so would be all through a backward it had handled.
+    yield Replacement(torch.autograd, "has_torch_function", _always(False), NOTHING)
+    yield Replacement(torch.nn.Module, "_apply", _apply, "the converted tensors")
+    yield Replacement(torch.Tensor, "is_cuda", property(_always(True)), NOTHING)
+    yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
+    yield Replacement(torch.Tensor, "record_stream", _always(None), "nothing: it delays the reuse of the block")
+
+
+def _eager(function: Any = None, **options: Any) -> Any:
+    """`torch.compile`, as a decorator with or without options, that compiles nothing."""
+    return (lambda function: function) if function is None else function
+
+
+def _read_scalar(mode: Any, function: Any, tensor: Any) -> bool | int | float:
+    """The value of a fake tensor that a program reads: its constant if it has one, else zero.
+
+    A step reads gradient norms, overflow flags and token counts; zero means nothing to clip, nothing overflowed.
+    """
+    if tensor.constant is not None:
+        value: bool | int | float = function(tensor.constant)
+        return value
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)

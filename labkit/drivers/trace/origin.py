@@ -1,0 +1,129 @@
+"""Who makes a tensor: the module path, in forward and in backward, and the operator or function.
+
+Forward is easy: hooks keep a stack of the modules whose forward runs. Backward runs no module, only autograd nodes;
+so when a module's forward returns, the nodes it made (reachable from its outputs and not yet claimed by a module
+inside it) are labelled with its path, and backward reads the label of the node that runs. A recompute region runs
+modules again, inside backward: the stack then names them, before any node does.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_LABEL = "labkit.module"
+
+_BARE_ALLOCATIONS = frozenset(
+    "clone copy empty empty_like empty_strided full full_like new_empty new_full new_zeros ones ones_like zeros "
+    "zeros_like _to_copy".split()
+)
+"""Operators that say nothing about the tensor: their caller names it."""
+
+_SILENT = (str(Path(torch.__file__).parent), str(Path(__file__).parent / "tracker.py"), __file__)
+_SHOWN = str(Path(__file__).parent / "te_shapes.py")
+
+
+class Origin:
+    """Knows what runs. Idle outside `watching`."""
+
+    def __init__(self) -> None:
+        self._paths: dict[torch.nn.Module, str] = {}
+        self._stack: list[str] = []
+        self._last = ""
+        self._silent: dict[CodeType, bool] = {}
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Follow the forward and backward of `model`; paths are relative to it."""
+        self._paths = {module: name for name, module in model.named_modules()}
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """What is made in this block belongs to `path`, a stretch of the program that no module runs."""
+        self._stack.append(path)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def of(self, function: Any) -> tuple[str, str]:
+        """(module path, producer) of a tensor that `function` makes now."""
+        return self._module(), self._producer(function)
+
+    def _module(self) -> str:
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        # A node made between modules while a region was replayed has no label: it belongs to its neighbour.
+        self._last = node.metadata.get(_LABEL, self._last)
+        return self._last
+
+    def _producer(self, function: Any) -> str:
+        name = getattr(function, "__name__", "").split(".")[0]
+        if name not in _BARE_ALLOCATIONS and name != "resize_":
+            return name
+        frame = sys._getframe(3)
+        for _ in range(24):
+            if frame is None:
+                break
+            code = frame.f_code
+            if code.co_name == "_engine_run_backward":
+                node = torch._C._current_autograd_node()
+                return f"{node.name()}.{name}" if node is not None else name
+            if not self._is_silent(code):
+                return code.co_name
+            frame = frame.f_back
+        return name
+
+    def _is_silent(self, code: CodeType) -> bool:
+        silent = self._silent.get(code)
+        if silent is None:
+            silent = code.co_filename.startswith(_SILENT) or code.co_filename.startswith("<")
+            self._silent[code] = silent
+        return silent
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        parent = self._stack[-1] if self._stack else ""
+        _label(args, parent)
+        self._stack.append(self._paths.get(module, parent))
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        path = self._stack.pop()
+        _label(output, path)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _label(value: Any, path: str) -> None:
+    """Give `path` to every unlabelled autograd node behind the tensors in `value`."""
+    with torch._C.DisableTorchFunction():
+        waiting = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        metadata: dict[str, Any] = node.metadata
+        if _LABEL in metadata:
+            continue
+        metadata[_LABEL] = path
+        waiting += [following for following, _ in node.next_functions if following is not None]

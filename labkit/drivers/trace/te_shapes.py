@@ -1,0 +1,335 @@
+"""Transformer Engine's compiled half (`transformer_engine_torch`) as functions that allocate and compute nothing.
+
+Each function returns what the C++ one returns, with the same shapes and dtypes, and allocates nothing else; cuBLAS
+and cuDNN workspaces that Transformer Engine hands in are Python tensors and seen without help. Sources:
+`transformer_engine/pytorch/csrc/extensions/*.cpp` of 2.20 and the call sites in its Python half. Only what a bf16
+step calls is here: anything else raises `NotImplementedError` with its name.
+"""
+
+import enum
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton.runtime.jit
+from torch import Tensor
+
+from labkit.drivers.trace.patches import NOTHING, Replacement, installed
+from labkit.errors import WorkError
+
+MODULE = "transformer_engine_torch"
+
+
+class DType(enum.IntEnum):
+    """`transformer_engine::DType` (csrc/common.h)."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801 (Transformer Engine's name)
+    """cuDNN's fused attention kernels."""
+
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+class FusedAttentionParams:
+    """The question `get_fused_attn_backend` answers."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+_TORCH_DTYPES = {
+    DType.kByte: torch.uint8,
+    DType.kInt32: torch.int32,
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+}
+
+
+def _dtype(value: Any, default: torch.dtype) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    return default if value is None else _TORCH_DTYPES[DType(value)]
+
+
+def generic_gemm(
+    A: Tensor,  # noqa: N803 (Transformer Engine's names, here and below)
+    transa: bool,
+    B: Tensor,  # noqa: N803
+    transb: bool,
+    D: Tensor | None,  # noqa: N803
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """cuBLASLt product in column-major terms: D [rows of B, columns of A] (`gemm.cpp`)."""
+    columns = A.shape[0] if transa else A.shape[-1]
+    rows = (B.shape[-1],) if transb else tuple(B.shape[:-1])
+    dtype = _dtype(out_dtype, B.dtype)
+    if D is None:
+        D = torch.empty(*rows, columns, dtype=dtype, device=A.device)  # noqa: N806
+    bias_gradient = torch.empty(bias.numel(), dtype=dtype, device=A.device) if grad and bias is not None else None
+    return D, bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    A: Any,  # noqa: N803
+    transa: bool,
+    B: Any,  # noqa: N803
+    transb: bool,
+    D: Any,  # noqa: N803
+    out_dtype: Any,
+    m_splits: list[int],
+    bias: Any,
+    *rest: Any,
+) -> Any:
+    """Products into outputs the caller allocated; returns the bias gradients it was given (`gemm.cpp`)."""
+    return bias
+
+
+def rmsnorm_fwd(
+    input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, *rest: Any
+) -> tuple[Tensor, None, Tensor]:
+    """(output, no mean, 1/rms per row in fp32) (`normalization.cpp`)."""
+    rows = input.numel() // input.shape[-1]
+    output = torch.empty_like(input) if ln_out is None else ln_out
+    return output, None, torch.empty(rows, dtype=torch.float32, device=input.device)
+
+
+def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """(input gradient, weight gradient) (`normalization.cpp`)."""
+    return torch.empty_like(x), torch.empty_like(gamma)
+
+
+def fused_attn_fwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    qkv_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: Any,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,  # noqa: N803
+    K: Tensor,  # noqa: N803
+    V: Tensor,  # noqa: N803
+    *rest: Any,
+) -> list[Tensor]:
+    """[output, softmax statistics in fp32 (batch, heads, queries, 1), Philox seed and offset] (`attention.cpp`)."""
+    batch, heads = cu_seqlens_q.shape[0] - 1, Q.shape[-2]
+    return [
+        torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device),
+        torch.empty(batch, heads, max_seqlen_q, 1, dtype=torch.float32, device=Q.device),
+        torch.empty(2, dtype=torch.int64, device=Q.device),
+    ]
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    do_format: Any,
+    dqkv_layout: Any,
+    qkv_scale_inv_format: Any,
+    do_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: Any,
+    deterministic: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,  # noqa: N803
+    K: Tensor,  # noqa: N803
+    V: Tensor,  # noqa: N803
+    *rest: Any,
+) -> list[Tensor | None]:
+    """[dQ, dK, dV, no dBias, no dSoftmaxOffset] (`attention.cpp`); cuDNN's workspace is not modelled."""
+    return [torch.empty_like(Q), torch.empty_like(K), torch.empty_like(V), None, None]
+
+
+def swiglu(input: Tensor, quantizer: Any) -> Tensor:
+    """silu(first half) x second half (`activation.cpp`)."""
+    return torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
+
+
+def dswiglu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
+    """Gradient of `swiglu` (`activation.cpp`)."""
+    return torch.empty_like(input)
+
+
+def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Rotated copy (`apply_rope.cpp`)."""
+    return torch.empty_like(input)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm, norm of each tensor or an empty tensor) in fp32 (`multi_tensor/l2norm.cpp`, which also takes 320 floats
+    and, per tensor, a few floats more while it runs)."""
+    first = tensor_lists[0][0]
+    scratch = torch.zeros(320, dtype=torch.float32, device=first.device)
+    count = len(tensor_lists[0]) if per_tensor else 0
+    return torch.empty(1, dtype=torch.float32, device=first.device), scratch.new_empty(count)
+
+
+def get_fused_attn_backend(parameters: FusedAttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """cuDNN's kernel for any sequence length; the workloads labkit accepts never rule it out on sm90."""
+    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+
+
+def _in_place(*args: Any, **kwargs: Any) -> None:
+    """A kernel that only writes tensors it is given."""
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "DType": DType,
+    "NVTE_Fused_Attn_Backend": NVTE_Fused_Attn_Backend,
+    "FusedAttentionParams": FusedAttentionParams,
+    "generic_gemm": generic_gemm,
+    "te_general_grouped_gemm": te_general_grouped_gemm,
+    "rmsnorm_fwd": rmsnorm_fwd,
+    "rmsnorm_bwd": rmsnorm_bwd,
+    "fused_attn_fwd": fused_attn_fwd,
+    "fused_attn_bwd": fused_attn_bwd,
+    "swiglu": swiglu,
+    "dswiglu": dswiglu,
+    "fused_rope_forward": fused_rope_forward,
+    "fused_rope_backward": fused_rope_forward,
+    "multi_tensor_l2norm": multi_tensor_l2norm,
+    "get_fused_attn_backend": get_fused_attn_backend,
+    "multi_tensor_adam": _in_place,
+    "multi_tensor_adam_param_remainder": _in_place,
+    "multi_tensor_scale": _in_place,
+    "multi_tensor_scale_tensor": _in_place,
+    # Versions decide code paths: cuBLASLt 13.2 keeps the grouped GEMM over lists (13.4 takes another one on Hopper).
+    "get_cudnn_version": lambda: 92100,
+    "get_cublasLt_version": lambda: 130200,
+    "get_num_cublas_streams": lambda: 4,
+}
+
+
+_MENTIONED = ("layernorm_fwd", "layernorm_bwd")
+"""Functions that `from transformer_engine_torch import *` must find, though no workload calls them."""
+
+
+def _refusal(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the trace has no shapes for {MODULE}.{name}")
+
+    return refuse
+
+
+class _AnyMember(type):
+    """A class whose every attribute is a distinct integer: enumerations that Python only compares and passes on."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = sum(isinstance(member, int) for member in vars(cls).values())
+        setattr(cls, name, value)
+        return value
+
+
+class _Shapes(ModuleType):
+    """The stand-in module: known functions, enumerations by first use, refusal for the rest."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            value: Any = _AnyMember(name, (), {})
+        else:
+            value = _refusal(name)
+        setattr(self, name, value)
+        return value
+
+
+def _module() -> _Shapes:
+    module = _Shapes(MODULE)
+    module.__spec__ = importlib.machinery.ModuleSpec(MODULE, None)
+    vars(module).update({name: _refusal(name) for name in _MENTIONED} | _FUNCTIONS)
+    return module
+
+
+def replacements() -> Iterator[Replacement]:
+    """A launcher for Triton kernels that launches nothing, and the fused attention's view of a fake tensor.
+
+    Imports Transformer Engine's Python half over the stand-in first, if that has not happened. It keeps the stand-in
+    for good: that is why a trace runs in a worker process, and why no process may use a GPU after tracing.
+
+    Raises:
+        WorkError: the real compiled half is already loaded in this process.
+    """
+    yield Replacement(
+        triton.runtime.jit.KernelInterface,
+        "__getitem__",
+        lambda kernel, grid: _in_place,
+        "nothing: kernels write tensors that Python allocated",
+    )
+    _import_transformer_engine()
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    choose = utils.get_attention_backend
+
+    def get_attention_backend(parameters: Any) -> Any:
+        parameters.qkv_type = torch.Tensor
+        return choose(parameters)
+
+    yield Replacement(utils, "get_attention_backend", get_attention_backend, NOTHING)
+
+
+def _import_transformer_engine() -> None:
+    if not isinstance(sys.modules.setdefault(MODULE, _module()), _Shapes):
+        raise WorkError(
+            "Transformer Engine's compiled half is already loaded in this process; trace in one that has not used it"
+        )
+    if "transformer_engine.pytorch" in sys.modules:
+        return
+    absent = ("transformer_engine.pytorch", "transformer_engine.jax")
+    # The package imports its frameworks, which load the libraries, before anybody can say where they are: let it find
+    # none at first. NVTE_PROJECT_BUILDING keeps it from loading the CUDA libraries themselves.
+    with installed([Replacement(os.environ, "NVTE_PROJECT_BUILDING", "1", NOTHING)]):
+        sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+        importlib.import_module("transformer_engine")
+        for name in absent:
+            del sys.modules[name]
+        common = importlib.import_module("transformer_engine.common")
+        with installed([Replacement(common, "load_framework_extension", _in_place, NOTHING)]):
+            importlib.import_module("transformer_engine.pytorch")

@@ -1,0 +1,197 @@
+"""What is alive between steps: parameters, gradient buffers, optimizer state.
+
+Sources: Megatron Core `distributed/param_and_grad_buffer.py`, `optimizer/param_layout.py`,
+`optimizer/distrib_optimizer.py`; Transformer Engine `optimizers/fused_adam.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from labkit.ledger import Lifetime, rounded
+from labkit.memory.schedule import Book
+from labkit.memory.tape import DTYPE_BYTES, Parameter
+from labkit.workload import Workload
+
+_PARAMETER_ALIGNMENT = 64
+"""Elements; `pad_param_start`."""
+_BUCKET_ALIGNMENT = 128
+"""Elements; `bucket_end_divisor`, with the data-parallel size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The stretch of a parameter whose optimizer state this rank holds."""
+
+    parameter: Parameter
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One contiguous DDP buffer: parameters and gradients of one reduction group."""
+
+    name: str
+    numel: int
+    """With padding."""
+    shards: tuple[Shard, ...]
+
+
+def buffers(parameters: Sequence[Parameter], workload: Workload) -> list[Buffer]:
+    """The DDP buffers of rank 0, dense parameters apart from expert ones, in Megatron's order."""
+    layout = workload.parallelism
+    found: dict[bool, list[Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.expert, []).append(parameter)
+    bucket_size = None
+    if workload.training.data_parallel.overlap_grad_reduce:
+        # DistributedDataParallel.__init__
+        bucket_size = max(40_000_000, 1_000_000 * layout.dp)
+    return [
+        _buffer("expert" if expert else "dense", members, layout.edp if expert else layout.dp * layout.cp, bucket_size)
+        for expert, members in found.items()
+    ]
+
+
+def _buffer(name: str, parameters: list[Parameter], ranks: int, bucket_size: int | None) -> Buffer:
+    """Lay parameters out in reverse order, padded, in buckets of about `bucket_size` elements.
+
+    Source: `DistributedOptimizer._compute_per_buffer_param_layout`; rank 0 owns the first part of each bucket.
+    """
+    unit = lcm(ranks, _BUCKET_ALIGNMENT)
+    start = bucket_start = 0
+    shards: list[Shard] = []
+    members: list[tuple[Parameter, int]] = []
+
+    def finish(end: int) -> int:
+        bucket_end = -(-end // unit) * unit
+        owned_end = bucket_start + (bucket_end - bucket_start) // ranks
+        for parameter, begin in members:
+            owned = min(begin + parameter.numel, owned_end) - begin
+            if owned > 0:
+                shards.append(Shard(parameter, owned))
+        members.clear()
+        return bucket_end
+
+    for parameter in reversed(parameters):
+        start = -(-start // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT
+        members.append((parameter, start))
+        start += parameter.numel
+        if bucket_size is not None and start - bucket_start >= bucket_size:
+            start = bucket_start = finish(start)
+    if members:
+        start = finish(start)
+    return Buffer(name, start, tuple(shards))
+
+
+class State:
+    """Opens and closes the entries of one rank's static state."""
+
+    def __init__(self, parameters: Sequence[Parameter], workload: Workload) -> None:
+        self._parameters = parameters
+        self._buffers = buffers(parameters, workload)
+        self._dtype = workload.training.precision
+        self._optimizer = workload.training.optimizer
+        self._gradient_dtype = "fp32" if workload.training.data_parallel.grad_reduce_in_fp32 else self._dtype
+        self._gradient_copies: list[int] = []
+        self._moments_exist = False
+
+    def set_up(self, book: Book) -> None:
+        """Build the model, move its parameters into DDP's buffers, make the main parameters."""
+        built = [
+            book.open(
+                parameter.name.rsplit(".", 1)[1],
+                parameter.shape,
+                self._dtype,
+                rounded(parameter.numel * DTYPE_BYTES[self._dtype]),
+                module=parameter.name.rsplit(".", 1)[0],
+                kind="parameters",
+                layer=parameter.layer,
+            )
+            for parameter in self._parameters
+        ]
+        for buffer in self._buffers:
+            self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
+            self._open_buffer(book, buffer, "grad_data", self._gradient_dtype, "gradients")
+        for number in built:
+            book.close(number)
+        if not self._optimizer.main_params_in_te:
+            for shard in self._shards:
+                self._open_shard(book, shard, "main_param", self._optimizer.main_params_dtype, "state")
+
+    def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
+        nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
+        book.open(
+            f"{buffer.name} {name}", (buffer.numel,), dtype, nbytes, module="ddp_buffers", kind=kind, lifetime="state"
+        )
+
+    @property
+    def _shards(self) -> list[Shard]:
+        return [shard for buffer in self._buffers for shard in buffer.shards]
+
+    def _open_shard(self, book: Book, shard: Shard, name: str, dtype: str, lifetime: Lifetime) -> int:
+        return book.open(
+            name,
+            (shard.numel,),
+            dtype,
+            rounded(shard.numel * DTYPE_BYTES[dtype]),
+            module=shard.parameter.name,
+            kind="optimizer",
+            layer=shard.parameter.layer,
+            lifetime=lifetime,
+        )
+
+    def zero_gradients(self, book: Book) -> None:
+        """Start of a step: the last step's gradient copies go (`optimizer.zero_grad`)."""
+        for number in self._gradient_copies:
+            book.close(number)
+        self._gradient_copies.clear()
+
+    def sync_gradients(self, book: Book) -> None:
+        """After backward, gradients of replicated parameters are concatenated and summed over tensor-parallel ranks.
+
+        Source: `finalize_model_grads._allreduce_non_tensor_model_parallel_grads`.
+        """
+        numel = sum(parameter.numel for parameter in self._parameters if parameter.replicated)
+        if numel:
+            nbytes = rounded(numel * DTYPE_BYTES[self._gradient_dtype])
+            book.close(
+                book.open(
+                    "replicated gradients", (numel,), self._gradient_dtype, nbytes, module="grad_sync", kind="gradients"
+                )
+            )
+
+    def step(self, book: Book) -> None:
+        """Optimizer step: fp32 gradient copies where Megatron holds the main parameters; moments on the first step.
+
+        Sources: `DistributedOptimizer._copy_model_grads_to_main_grads`, `FusedAdam.initialize_state`.
+        """
+        if not self._optimizer.main_params_in_te and self._gradient_dtype != "fp32":
+            self._gradient_copies = [
+                self._open_shard(book, shard, "fp32 gradient", "fp32", "transient") for shard in self._shards
+            ]
+        if not self._moments_exist:
+            self._moments_exist = True
+            self._make_moments(book)
+
+    def _make_moments(self, book: Book) -> None:
+        optimizer = self._optimizer
+        states = [("exp_avg", optimizer.exp_avg_dtype), ("exp_avg_sq", optimizer.exp_avg_sq_dtype)]
+        if optimizer.main_params_in_te:
+            # With remainders FusedAdam keeps 16 bits beside each bf16 parameter, else the whole fp32 one.
+            states.append(("master_param", "bf16" if optimizer.store_param_remainders else "fp32"))
+        for shard in self._shards:
+            for name, dtype in states:
+                self._open_shard(book, shard, name, dtype, "state")
+        scaled = sum(dtype != "fp32" for _, dtype in states[:2]) * len(self._shards)
+        if scaled:
+            book.open(
+                "state scales",
+                (1,),
+                "fp32",
+                rounded(4) * scaled,
+                module="optimizer",
+                kind="optimizer",
+                lifetime="state",
+                count=scaled,
+            )

@@ -1,0 +1,222 @@
+"""A layer as data: the operations it runs, what each one saves for backward, and what it holds while it runs.
+
+Layer functions (`labkit.memory.layers`) record operations on a `Tape` in the order Megatron Core runs them. The
+tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses regions of it, and
+`labkit.memory.schedule` plays it forward and backward to find what is alive when.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from labkit.ledger import rounded
+from labkit.workload.training import FLOAT_BYTES
+
+DTYPE_BYTES = {**FLOAT_BYTES, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+
+type Shape = tuple[int, ...]
+Library = Literal["te_gemm", "te_grouped_gemm", "aten_matmul"]
+"""Whose workspace an operation needs: Transformer Engine's GEMM or grouped GEMM, PyTorch's cuBLAS handle."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor of the forward pass."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    module: str
+    layer: int | None
+    kind: str
+    bytes: int
+    """Of the tensor, and so of its gradient; rounded to the allocator's unit."""
+    differentiable: bool
+    routed: bool
+    """Its size depends on where the router sends tokens."""
+    base: "Value | None" = None
+    """The tensor whose storage it is a view of; None where it has its own."""
+    last_use: int = -1
+    """Index of the last forward operation that needs its storage (set by uses and holds)."""
+
+    @property
+    def storage(self) -> "Value":
+        """The value that owns its storage: itself unless it is a view."""
+        return self if self.base is None else self.base
+
+
+@dataclass(slots=True, frozen=True)
+class Buffer:
+    """A tensor an operation holds only while it runs."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Rounded to the allocator's unit."""
+        return rounded(prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One operation, forward and backward."""
+
+    name: str
+    module: str
+    layer: int | None
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    saves: tuple[Value, ...]
+    """Inputs and outputs kept until its backward is done."""
+    temporaries: tuple[Buffer, ...]
+    backward_temporaries: tuple[Buffer, ...]
+    aliases: bool
+    """Backward hands its output's gradient on as the inputs' gradient: no new tensor."""
+    gradient_in: Value | None
+    """Saved value whose storage backward overwrites with the gradient of the first input."""
+    weight: Shape | None
+    """Shape of the weight whose gradient its backward makes."""
+    library: Library | None
+    flops: int
+    communicated_bytes: int
+    persists: tuple[Value, ...]
+    """Outputs kept as module attributes until the module's next forward replaces them."""
+    caches: int
+    """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
+
+
+@dataclass(slots=True, frozen=True)
+class Parameter:
+    """A trainable tensor of this rank."""
+
+    name: str
+    shape: Shape
+    layer: int | None
+    expert: bool
+    """Reduced over the expert data-parallel group (`param.allreduce` is False)."""
+    replicated: bool
+    """Computed on a sequence shard but not sharded itself: its gradient is summed over the tensor-parallel group
+    after backward (`param.sequence_parallel`, `finalize_model_grads`)."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(slots=True)
+class Tape:
+    """Records one rank's model. Also the naming context: current module path, layer and kind."""
+
+    dtype: str
+    ops: list[Op] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    _path: list[str] = field(default_factory=list)
+    _layer: int | None = None
+    _kind: str = ""
+
+    @contextmanager
+    def module(self, name: str, kind: str | None = None, layer: int | None = None) -> Iterator[None]:
+        """Everything recorded inside belongs to the submodule `name` (and, if given, to a kind and a layer)."""
+        kind_before, layer_before = self._kind, self._layer
+        self._path.append(name)
+        self._kind = kind or self._kind
+        self._layer = self._layer if layer is None else layer
+        yield
+        self._path.pop()
+        self._kind, self._layer = kind_before, layer_before
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the current module, markers included.
+
+        A name that starts with `@` marks a stretch of a module's own code that recompute can name (its up-projection,
+        its activation); it is no Megatron module and not part of a value's `module`.
+        """
+        return ".".join(filter(None, self._path))
+
+    @property
+    def module_path(self) -> str:
+        """Dotted path of the current Megatron module."""
+        return ".".join(name for name in self._path if name and not name.startswith("@"))
+
+    def parameter(
+        self, name: str, shape: Shape, *, expert: bool = False, replicated: bool = False, count: int | None = None
+    ) -> None:
+        """Declare trainable tensors, in the order Megatron registers them; `count` numbers equal ones from 0."""
+        names = [name] if count is None else [f"{name}{index}" for index in range(count)]
+        self.parameters += [
+            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated) for each in names
+        ]
+
+    def value(
+        self, name: str, shape: Shape, dtype: str | None = None, *, grad: bool = True, routed: bool = False
+    ) -> Value:
+        """A tensor of the current module; it exists from the operation it is an output of."""
+        kind = dtype or self.dtype
+        nbytes = rounded(prod(shape) * DTYPE_BYTES[kind])
+        return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, routed)
+
+    def view(self, base: Value, name: str, shape: Shape) -> Value:
+        """A part of `base` that shares its storage but has a gradient of its own."""
+        view = self.value(name, shape, base.dtype, grad=base.differentiable, routed=base.routed)
+        view.base = base.storage
+        return view
+
+    def buffer(self, name: str, shape: Shape, dtype: str | None = None) -> Buffer:
+        """A tensor for `temporaries`."""
+        return Buffer(name, shape, dtype or self.dtype)
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        *,
+        saves: Sequence[Value] = (),
+        temporaries: Sequence[Buffer] = (),
+        backward_temporaries: Sequence[Buffer] = (),
+        aliases: bool = False,
+        gradient_in: Value | None = None,
+        weight: Shape | None = None,
+        library: Library | None = None,
+        flops: int = 0,
+        communicated_bytes: int = 0,
+        persists: Sequence[Value] = (),
+        caches: int = 0,
+    ) -> None:
+        """Record an operation of the current module."""
+        index = len(self.ops)
+        for value in (*inputs, *outputs):
+            value.storage.last_use = max(value.storage.last_use, index)
+        self.ops.append(
+            Op(
+                name,
+                self.path,
+                self._layer,
+                self._kind,
+                tuple(inputs),
+                tuple(outputs),
+                tuple(saves),
+                tuple(temporaries),
+                tuple(backward_temporaries),
+                aliases,
+                gradient_in,
+                weight,
+                library,
+                flops,
+                communicated_bytes,
+                tuple(persists),
+                caches,
+            )
+        )
+
+    def hold(self, values: Iterable[Value]) -> None:
+        """Python variables keep `values` alive until the last operation recorded so far has run."""
+        for value in values:
+            value.storage.last_use = max(value.storage.last_use, len(self.ops) - 1)

@@ -1,0 +1,209 @@
+"""The four charts of a matched study, from the study's frames (columns: `labkit.study.frames`).
+
+Every chart is one layered view (it can be as wide as its reader's window), keeps to Vega-Lite 5 features, and names
+source and unit in its caption, its axis and its tooltips. Bytes become GiB (2**30) here and nowhere earlier.
+"""
+
+import altair as alt
+import polars as pl
+
+from labkit.report.encodings import (
+    SIDES,
+    candidate_axis,
+    category_colour_scale,
+    chart_rows,
+    layered,
+    rows_height,
+    source_colour,
+    source_offset,
+    source_shape,
+)
+from labkit.report.figure import Figure, csv_data
+from labkit.report.theme import STACK, category_colour, category_number, text_on
+from labkit.report.timeline import timeline
+from labkit.workload.gpu import GIB, MIB
+
+__all__ = ["differences", "holdings", "peaks", "timeline"]
+
+
+def peaks(cells: pl.DataFrame) -> Figure:
+    """Each candidate's peak by estimate, trace and publication, as points on a scale that need not start at 0.
+
+    Args:
+        cells: one row per candidate and source: candidate, source, outcome, failure, peak_allocated_bytes,
+            peak_phase, error_vs_published. A row without a peak shows its outcome instead.
+    """
+    rows, names = chart_rows(cells, "peak_allocated_bytes", "peak_phase", "outcome", "failure", "error_vs_published")
+    rows = rows.with_columns(
+        (pl.col("peak_allocated_bytes") / GIB).alias("peak_gib"),
+        pl.when(pl.col("outcome") != "ok")
+        .then(pl.col("outcome").replace({"oom": "out of memory", "missing": "not run yet"}))
+        .alias("problem"),
+        pl.col("failure").str.slice(0, 300),
+    )
+    base = alt.Chart().encode(y=candidate_axis(names), yOffset=source_offset(rows))
+    tooltip = [
+        alt.Tooltip("candidate:N", title="recompute"),
+        alt.Tooltip("source:N", title="source"),
+        alt.Tooltip("peak_gib:Q", title="peak allocated (GiB)", format=".3f"),
+        alt.Tooltip("peak_allocated_bytes:Q", title="peak allocated (bytes)", format=","),
+        alt.Tooltip("peak_phase:N", title="peak in phase"),
+        alt.Tooltip("error_vs_published:Q", title="against published", format="+.2%"),
+    ]
+    x = alt.X(
+        "peak_gib:Q", title="peak allocated on one rank (GiB)", scale=alt.Scale(zero=False, nice=True, padding=36)
+    )
+    points = (
+        base.transform_filter("isValid(datum.peak_gib)")
+        .mark_point(filled=True, size=80, opacity=1)
+        .encode(x=x, color=source_colour(rows), shape=source_shape(rows), tooltip=tooltip)
+    )
+    values = (
+        base.transform_filter("isValid(datum.peak_gib)")
+        .mark_text(style="note", align="left", dx=9)
+        .encode(x=x, text=alt.Text("peak_gib:Q", format=".3f"), tooltip=tooltip)
+        .properties(name="note_values")
+    )
+    problems = (
+        base.transform_filter("datum.problem")
+        .transform_calculate(text="datum.source + ': ' + datum.problem")
+        .mark_text(style="note", align="left", dx=4)
+        .encode(
+            x=alt.value(0),
+            text="text:N",
+            tooltip=[
+                alt.Tooltip("candidate:N", title="recompute"),
+                alt.Tooltip("text:N", title="outcome"),
+                alt.Tooltip("failure:N", title="failure"),
+            ],
+        )
+        .properties(name="note_problems")
+    )
+    return Figure(
+        "peaks",
+        "Peak allocated memory of the busiest rank under each recompute choice, in GiB: estimated, traced and "
+        "published. The scale does not start at zero.",
+        layered([points, values, problems], rows, "Peak by estimate, trace and publication", rows_height(rows)),
+    )
+
+
+def differences(cells: pl.DataFrame) -> Figure:
+    """What each candidate saves against the control of the same source, as bars from zero.
+
+    Args:
+        cells: as for `peaks`, with is_control and saved_bytes (negative where the candidate holds more).
+    """
+    rows, names = chart_rows(cells.filter(~pl.col("is_control")), "saved_bytes", "peak_allocated_bytes")
+    rows = rows.filter(pl.col("saved_bytes").is_not_null()).with_columns(
+        (pl.col("saved_bytes") / GIB).alias("saved_gib"), (pl.col("saved_bytes") / MIB).alias("saved_mib")
+    )
+    base = alt.Chart().encode(
+        y=candidate_axis(names),
+        yOffset=source_offset(rows),
+        tooltip=[
+            alt.Tooltip("candidate:N", title="recompute"),
+            alt.Tooltip("source:N", title="source"),
+            alt.Tooltip("saved_mib:Q", title="saved against the control (MiB)", format=",.1f"),
+            alt.Tooltip("saved_bytes:Q", title="saved against the control (bytes)", format=","),
+        ],
+    )
+    low, high = _range(rows["saved_gib"].to_list())
+    x = alt.X(
+        "saved_gib:Q",
+        title="saved against the control of the same source (GiB)",
+        scale=alt.Scale(domain=[low, high], nice=False),
+        axis=alt.Axis(tickCount=6),
+    )
+    stems = base.mark_rule(strokeWidth=3).encode(x=x, x2=alt.datum(0), color=source_colour(rows))
+    ends = base.mark_point(filled=True, size=80, opacity=1).encode(
+        x=x, color=source_colour(rows), shape=source_shape(rows)
+    )
+    values = [
+        base.transform_filter(f"datum.saved_gib {relation} 0")
+        .mark_text(style="note", align=align, dx=shift)
+        .encode(x=x, text=alt.Text("saved_gib:Q", format=".3f"))
+        .properties(name=f"note_{align}")
+        for relation, (align, shift) in zip((">=", "<"), SIDES, strict=True)
+    ]
+    return Figure(
+        "differences",
+        "Peak memory each recompute choice saves against the control, in GiB, each source against its own control: "
+        "estimated, traced and published.",
+        layered([stems, ends, *values], rows, "Saved against the control", rows_height(rows)),
+    )
+
+
+def holdings(breakdown: pl.DataFrame) -> Figure:
+    """What holds each candidate's peak, stacked from zero, one bar per source.
+
+    Args:
+        breakdown: one row per candidate, source and category (`labkit.summary.CATEGORIES`), with bytes.
+    """
+    rows, names = chart_rows(breakdown, "category", "bytes")
+    present = [name for name in STACK if name in rows["category"].to_list()]
+    rows = rows.with_columns(
+        (pl.col("bytes") / GIB).alias("gib"),
+        pl.col("category").replace_strict({name: str(category_number(name)) for name in present}).alias("number"),
+        pl.col("category").replace_strict({name: i for i, name in enumerate(present)}).alias("place"),
+        pl.col("category").replace_strict({name: text_on(category_colour(name)) for name in present}).alias("ink"),
+    )
+    totals = rows.group_by("candidate", "source", maintain_order=True).agg(pl.col("gib").sum())
+    rows = rows.with_columns((pl.col("gib").cum_sum() - pl.col("gib") / 2).over("candidate", "source").alias("middle"))
+    highlighted = alt.selection_point(name="holdings_category", fields=["category"], bind="legend")
+    y, offset = candidate_axis(names), source_offset(rows)
+    x_title = "allocated at the peak on one rank (GiB)"
+    widest = float(totals["gib"].max() or 0)  # type: ignore[arg-type]
+    scale = alt.Scale(domain=[0, widest * 1.2], nice=False)
+    bars = (
+        alt.Chart()
+        .mark_bar(style="segment", height={"band": 0.9})
+        .encode(
+            y=y,
+            yOffset=offset,
+            x=alt.X("gib:Q", title=x_title, stack="zero", scale=scale, axis=alt.Axis(tickCount=8)),
+            color=category_colour_scale(present),
+            order=alt.Order("place:Q"),
+            opacity=alt.condition(highlighted, alt.value(1), alt.value(0.15)),
+            tooltip=[
+                alt.Tooltip("candidate:N", title="recompute"),
+                alt.Tooltip("source:N", title="source"),
+                alt.Tooltip("category:N", title="held by"),
+                alt.Tooltip("gib:Q", title="GiB", format=".3f"),
+                alt.Tooltip("bytes:Q", title="bytes", format=","),
+            ],
+        )
+        .add_params(highlighted)
+    )
+    numbers = (
+        alt.Chart()
+        .transform_filter(f"datum.gib > {widest / 45}")
+        .mark_text(fontSize=9.5, tooltip=None)
+        .encode(
+            y=y,
+            yOffset=offset,
+            x=alt.X("middle:Q", title=x_title, scale=scale),
+            text="number:N",
+            color=alt.Color("ink:N", scale=None),
+            opacity=alt.condition(highlighted, alt.value(1), alt.value(0.15)),
+        )
+    )
+    labels = (
+        alt.Chart(csv_data(totals))
+        .transform_calculate(text="datum.source + ' ' + format(datum.gib, '.2f')")
+        .mark_text(style="note", align="left", dx=6)
+        .encode(y=y, yOffset=offset, x=alt.X("gib:Q", title=x_title, scale=scale), text="text:N")
+        .properties(name="note_totals")
+    )
+    return Figure(
+        "holdings",
+        "What holds the peak under each recompute choice, in GiB: estimated and traced by category, published as the "
+        "total it was published as. Numbers in the bars are those of the legend.",
+        layered([bars, numbers, labels], rows, "What holds the peak", rows_height(rows)),
+    )
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """A scale from zero over all values, with room for their labels."""
+    low, high = min([0.0, *values]), max([0.0, *values])
+    room = (high - low or 1.0) * 0.15
+    return (low - room if low < 0 else 0.0), high + room

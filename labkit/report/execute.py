@@ -1,0 +1,176 @@
+"""A notebook's source, run headless to its end: jupytext to .ipynb, papermill in a process of its own.
+
+Papermill alone cannot tell success: a kernel that dies leaves every cell marked complete. A run counts only if the
+process ended well, no cell failed or is pending, and the last cell wrote the notebook's heading
+(`labkit.report.heading.finish`).
+"""
+
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jupytext
+import nbformat
+import yaml
+from nbconvert.filters import strip_ansi
+from nbformat import NotebookNode
+from pydantic import ValidationError
+from rich.console import Console
+
+from labkit.errors import WorkError
+from labkit.report.files import write_atomically
+from labkit.report.heading import RESULT_VARIABLE, Heading
+from labkit.report.kernel import kernel_environment
+from labkit.workload.base import Part
+
+_POLL_SECONDS = 0.2
+_PATIENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A notebook that ran to its end, and the heading its last cell wrote."""
+
+    notebook: NotebookNode
+    heading: Heading
+
+
+def execute(source: Path, parameters: Part, failed: Path) -> Executed:
+    """Run a notebook in the working directory of the caller.
+
+    Args:
+        source: a jupytext percent script.
+        parameters: values for its parameters cell; already checked.
+        failed: where the half-executed notebook is kept if the run fails.
+
+    Raises:
+        WorkError: a cell failed, the kernel died, or the last cell was not reached; names the cell and the reason.
+    """
+    with TemporaryDirectory(prefix="labkit-notebook-") as folder:
+        run = Path(folder)
+        given, executed, values, result = (run / name for name in ("in.ipynb", "out.ipynb", "in.yaml", "result.json"))
+        nbformat.write(convert(source), given)
+        values.write_text(yaml.safe_dump(parameters.model_dump()), encoding="utf-8")
+        environment = {**kernel_environment(run), RESULT_VARIABLE: str(result)}
+        command = [sys.executable, "-m", "labkit.report.worker", str(given), str(executed), str(values)]
+        with (run / "log").open("w+", encoding="utf-8") as log:
+            code = _run(command, environment, log, executed, source.name)
+            log.seek(0)
+            complaint = _last_line(log.read())
+        notebook = _read(executed)
+        if notebook is None:
+            raise WorkError(f"{source.name}: could not be started: {complaint or f'exit code {code}'}")
+        problem = _problem(notebook, code)
+        heading = _heading(result)
+        if problem is None and heading is None:
+            problem = f"{_place(notebook, _last_started(notebook))}: the kernel ended before the last cell"
+        for name in ("input_path", "output_path"):  # paths of this run, gone when it ends
+            notebook.metadata.papermill.pop(name, None)
+        if problem is not None or heading is None:
+            _keep(notebook, failed)
+            raise WorkError(f"{source.name}: {problem}; the notebook as far as it came is {failed}")
+        return Executed(notebook, heading)
+
+
+def convert(source: Path) -> NotebookNode:
+    """The notebook of a percent script; the same script gives the same notebook, cell ids included."""
+    notebook: NotebookNode = jupytext.reads(source.read_text(encoding="utf-8"), fmt="py:percent")
+    for place, cell in enumerate(notebook.cells):
+        cell.id = hashlib.sha256(f"{place}:{cell.source}".encode()).hexdigest()[:12]
+    return notebook
+
+
+def _run(command: list[str], environment: dict[str, str], log: Any, executed: Path, name: str) -> int:
+    """Run the worker and show which cell it is at; whatever ends this ends the worker."""
+    console = Console(stderr=True)
+    worker = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        with console.status(f"{name}: starting") as line:
+            seen = 0.0
+            while worker.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                if executed.exists() and (changed := executed.stat().st_mtime) != seen:
+                    seen = changed
+                    if (notebook := _read(executed)) is not None:
+                        line.update(f"{name}: {_place(notebook, _last_started(notebook))}")
+        return worker.returncode
+    finally:
+        if worker.poll() is None:
+            worker.send_signal(signal.SIGINT)  # papermill shuts its kernel down
+            try:
+                worker.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+
+
+def _read(path: Path) -> NotebookNode | None:
+    """The notebook as papermill last saved it; None while there is none or it is being written."""
+    try:
+        notebook: NotebookNode = nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.reader.NotJSONError):
+        return None
+    return notebook
+
+
+def _problem(notebook: NotebookNode, code: int) -> str | None:
+    """Why the run does not count; None if papermill has nothing against it."""
+    for index, cell in enumerate(notebook.cells):
+        if cell.metadata.get("papermill", {}).get("status") == "failed":
+            errors = [output for output in cell.get("outputs", ()) if output.output_type == "error"]
+            reason = strip_ansi(f"{errors[-1].ename}: {errors[-1].evalue}") if errors else "failed"
+            return f"{_place(notebook, index)}: {_last_line(reason)}"
+    pending = [
+        cell for cell in notebook.cells if cell.metadata.get("papermill", {}).get("status") in ("pending", "running")
+    ]
+    if code != 0 or pending:
+        return f"{_place(notebook, _last_started(notebook))}: the kernel died (exit code {code})"
+    return None
+
+
+def _last_started(notebook: NotebookNode) -> int:
+    """Index of the last cell that the kernel took on."""
+    started = (
+        index
+        for index, cell in enumerate(notebook.cells)
+        if cell.get("execution_count") is not None or cell.metadata.get("papermill", {}).get("status") == "running"
+    )
+    return max(started, default=0)
+
+
+def _place(notebook: NotebookNode, index: int) -> str:
+    """`cell 7 of 19 (What holds the peak)`, the words being the heading it stands under."""
+    above = (
+        line.strip("# ")
+        for cell in notebook.cells[: index + 1]
+        if cell.cell_type == "markdown" and "papermill-error-cell-tag" not in cell.metadata.get("tags", ())
+        for line in cell.source.splitlines()
+        if line.startswith("#")
+    )
+    heading = list(above)[-1:]
+    return f"cell {index + 1} of {len(notebook.cells)}" + (f" ({heading[0]})" if heading else "")
+
+
+def _heading(result: Path) -> Heading | None:
+    try:
+        return Heading.model_validate_json(result.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _keep(notebook: NotebookNode, path: Path) -> None:
+    try:
+        write_atomically(path, nbformat.writes(notebook))
+    except OSError as error:
+        raise WorkError(f"{path}: the failed notebook cannot be kept ({error.strerror or error})") from None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,242 @@
+"""The report's tables: what to decide, how far the figures can be trusted, and how they came about.
+
+Cells hold bare numbers with a plain minus sign and their unit in the column's head, so that a table pasted into a
+spreadsheet arrives as numbers. Column heads say where a figure comes from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import polars as pl
+from great_tables import GT, loc, style
+
+from labkit.report.data import display_labels, relabelled
+from labkit.report.theme import FONT, PALETTES
+from labkit.workload.gpu import GIB, MIB
+
+_NONE = "–"
+_OUTCOMES = {"ok": "ok", "oom": "out of memory", "failed": "failed", "missing": "not run yet"}
+
+
+def decision(frame: pl.DataFrame) -> GT:
+    """The decision table: one row per candidate, the control first, then in the order to try.
+
+    Args:
+        frame: a study's `decision` frame: candidate, outcome, peak_allocated_bytes (traced), estimated_bytes,
+            published_bytes, saved_bytes (traced), step_time_change (fraction), replay_seconds, replay_flops, fits,
+            verdict, rank.
+    """
+    control = pl.int_range(pl.len()) == 0
+    rows = _labelled(frame).sort(~control, pl.col("rank"), nulls_last=True, maintain_order=True)
+    shown = rows.select(
+        "candidate",
+        "rank",
+        fits=pl.when(pl.col("outcome") == "ok")
+        .then(pl.when("fits").then(pl.lit("fits")).otherwise(pl.lit("does not fit")))
+        .otherwise(pl.col("outcome").replace(_OUTCOMES)),
+        estimated="estimated_bytes",
+        traced="peak_allocated_bytes",
+        published="published_bytes",
+        saved="saved_bytes",
+        step_time="step_time_change",
+        replay_time="replay_seconds",
+        replay_flops="replay_flops",
+        verdict="verdict",
+    )
+    first = [place for place, rank in enumerate(shown["rank"].to_list()) if rank == 1]
+    return (
+        _table(shown, "decision")
+        .tab_spanner("Peak on one rank, GiB", columns=["estimated", "traced", "published"])
+        .tab_spanner("Replay per step, estimated", columns=["replay_time", "replay_flops"])
+        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=["estimated", "traced", "published", "saved"])
+        .fmt(_number(lambda change: f"{change * 100:+.1f}"), columns="step_time")
+        .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
+        .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
+        .sub_missing(missing_text=_NONE)
+        .cols_label(
+            candidate="Recompute",
+            rank="Try",
+            fits="Fits",
+            saved="Saved, GiB (traced)",
+            step_time="Step time, % (published)",
+            replay_time="ms",
+            replay_flops="TFLOP",
+            verdict="Verdict",
+        )
+        .cols_align("left", columns=["candidate", "fits", "verdict"])
+        .cols_align("right", columns=["rank", "step_time"])
+        .tab_style(style.text(weight="600"), loc.body(rows=first))
+        .tab_style(style.css("min-width: 14em; white-space: normal"), loc.body(columns="verdict"))
+    )
+
+
+def accuracy(cells: pl.DataFrame) -> GT:
+    """How far estimate and trace are from the published peaks, and the estimate from the trace.
+
+    Args:
+        cells: a study's `cells` frame.
+    """
+    named = _labelled(cells)
+    sources = {
+        source: named.filter(pl.col("source") == source).select(
+            "candidate",
+            pl.col("peak_allocated_bytes").alias(f"{source}_peak"),
+            pl.col("error_vs_published").alias(f"{source}_error"),
+            pl.col("between_steps_bytes").alias(f"{source}_static"),
+            pl.col("retained_bytes").alias(f"{source}_retained"),
+        )
+        for source in ("estimated", "traced", "published")
+    }
+    joined = named.select("candidate").unique(maintain_order=True)
+    for frame in sources.values():
+        joined = joined.join(frame, on="candidate", how="left", maintain_order="left")
+    shown = joined.select(
+        "candidate",
+        "published_peak",
+        "traced_peak",
+        "traced_error",
+        "estimated_peak",
+        "estimated_error",
+        "traced_static",
+        static_difference=pl.col("estimated_static") - pl.col("traced_static"),
+        traced_retained="traced_retained",
+        retained_difference=(pl.col("estimated_retained") / pl.col("traced_retained") - 1).fill_nan(None),
+    )
+    gib = ["published_peak", "traced_peak", "estimated_peak", "traced_static", "traced_retained"]
+    return (
+        _table(shown, "accuracy")
+        .tab_spanner("Peak, GiB, and its distance from published, %", columns=shown.columns[1:6])
+        .tab_spanner("Between steps", columns=["traced_static", "static_difference"])
+        .tab_spanner("Retained by forward", columns=["traced_retained", "retained_difference"])
+        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)
+        .fmt(_number(lambda error: f"{error * 100:+.2f}"), columns=["traced_error", "estimated_error"])
+        .fmt(_number(lambda nbytes: f"{nbytes / MIB:+.1f}"), columns="static_difference")
+        .fmt(_number(lambda error: f"{error * 100:+.2f}"), columns="retained_difference")
+        .sub_missing(missing_text=_NONE)
+        .cols_label(
+            candidate="Recompute",
+            published_peak="published",
+            traced_peak="traced",
+            traced_error="traced, %",
+            estimated_peak="estimated",
+            estimated_error="estimated, %",
+            traced_static="traced, GiB",
+            static_difference="estimated less traced, MiB",
+            traced_retained="traced, GiB",
+            retained_difference="estimated against traced, %",
+        )
+        .cols_align("left", columns="candidate")
+        .cols_align("right", columns=shown.columns[1:])
+    )
+
+
+def asked(workload: Mapping[str, Any]) -> GT:
+    """What the control is: the fields that differ from their defaults, in Megatron's names.
+
+    Args:
+        workload: the control's workload as plain data: a mapping of fields for each part.
+    """
+    parts = {part: ", ".join(_fields(values)) for part, values in workload.items()}
+    shown = pl.DataFrame({"part": list(parts), "fields": list(parts.values())})
+    return (
+        _table(shown, "asked")
+        .cols_label(part="Part", fields="Control")
+        .tab_style(style.css("white-space: normal"), loc.body(columns="fields"))
+    )
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name} {_runs(value) if isinstance(value, list) else value}"
+
+
+def _runs(values: list[Any]) -> str:
+    """A list with its repetitions counted: `[0, 1 x 26]`."""
+    counted = ((value, len(list(equal))) for value, equal in groupby(values))
+    return "[" + ", ".join(f"{value} x {count}" if count > 1 else str(value) for value, count in counted) + "]"
+
+
+def contract(frame: pl.DataFrame) -> GT:
+    """How each traced and published figure came about.
+
+    Args:
+        frame: a study's `contract` frame: candidate, source, outcome, origin, created_at, wall_seconds,
+            steady_iterations, versions, environment.
+    """
+    same = ["source", "outcome", "origin", "steady_iterations", "versions", "environment"]
+    grouped = (
+        _labelled(frame)
+        .group_by(same, maintain_order=True)
+        .agg(
+            pl.col("candidate").implode().list.join("  ").alias("candidates"),
+            pl.col("created_at").filter(pl.col("created_at") != "").max().alias("latest"),
+            pl.col("wall_seconds").sum().alias("seconds"),
+        )
+        .select(
+            "source",
+            "candidates",
+            pl.col("outcome").replace(_OUTCOMES),
+            pl.col("origin").replace("", _NONE),
+            "latest",
+            pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),
+            "steady_iterations",
+            pl.col("versions").replace("", _NONE),
+            pl.col("environment").replace("", _NONE),
+        )
+    )
+    return (
+        _table(grouped, "contract")
+        .fmt(_number(lambda seconds: f"{seconds:.1f}"), columns="seconds")
+        .sub_missing(missing_text=_NONE)
+        .cols_label(
+            source="Source",
+            candidates="Recompute",
+            outcome="Outcome",
+            origin="Figures from",
+            latest="Latest, UTC",
+            seconds="Seconds, all cells",
+            steady_iterations="Steady steps",
+            versions="Versions",
+            environment="Environment",
+        )
+        .cols_align("left", columns=["source", "candidates", "outcome", "origin", "latest", "versions", "environment"])
+        .cols_align("right", columns=["seconds", "steady_iterations"])
+        .tab_style(
+            style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"),
+            loc.body(columns=["candidates", "origin", "versions", "environment"]),
+        )
+    )
+
+
+def _labelled(frame: pl.DataFrame) -> pl.DataFrame:
+    return relabelled(frame, display_labels(frame["candidate"]))
+
+
+def _number[T: (int, float)](text: Callable[[T], str]) -> Callable[[T | None], str]:
+    return lambda value: _NONE if value is None else text(value)
+
+
+def _table(frame: pl.DataFrame, name: str) -> GT:
+    """A calm table in the light look (a report's style sheet lays the reader's over it), with a stable id."""
+    palette = PALETTES["light"]
+    return (
+        GT(frame, id=f"labkit-{name}")
+        .opt_table_font(font=[name.strip(" '") for name in FONT.split(",")])
+        .tab_options(
+            table_font_color=palette.ink,
+            table_background_color=palette.surface,
+            table_font_size="13px",
+            table_border_top_style="hidden",
+            table_border_bottom_color=palette.line,
+            table_body_hlines_color=palette.line,
+            table_body_border_bottom_color=palette.line,
+            column_labels_border_top_style="hidden",
+            column_labels_border_bottom_color=palette.line,
+            data_row_padding="6px",
+            table_margin_left="0px",
+        )
+    )

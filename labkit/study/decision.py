@@ -1,0 +1,268 @@
+"""Which recompute choice to try first, and why, in plain language.
+
+Peaks are the traced ones. What a choice costs is the measured increase of the step time where every choice has one
+(published figures), else the estimator's time for what backward replays; the sentences say which.
+
+With a target (stated, or the GPU's memory when the control does not fit it): the cheapest choice that meets it.
+Without: a choice that another one undercuts at no higher peak is out; the rest are ranked by bytes saved per second.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from labkit.workload.gpu import GIB
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MATERIAL = 1e-3
+"""Peaks closer than this fraction of the control's peak count as equal: remainders of allocator blocks alone, which
+depend on the order of requests, move a peak by as much."""
+
+_WITHOUT_ACTIVATIONS = {"setup": "setup", "grad_sync": "gradient synchronisation", "optimizer": "the optimizer step"}
+
+
+class Decision(NamedTuple):
+    """A ranking with its reasons."""
+
+    frame: "pl.DataFrame"
+    """One row per candidate in study order; rank 1 is to be tried first, null is not to be tried."""
+    sentences: tuple[str, ...]
+    """What to try first, what it saves and costs, what the others lack, where the floor is, what fits."""
+
+
+class Limit(NamedTuple):
+    """What a peak has to stay below."""
+
+    name: str
+    bytes: int
+    stated: bool
+    """The study names it; else it is the GPU's memory, which decides only when the control exceeds it."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({_gib(self.bytes)})"
+
+
+@dataclass
+class _Choice:
+    """A candidate that passed, beside a control that passed."""
+
+    label: str
+    is_control: bool
+    peak: int
+    phase: str
+    saved: int
+    cost: float
+    """Seconds a step beyond the control's."""
+    price: str
+    """The same in words, with its source."""
+    verdict: str = ""
+    rank: int | None = None
+
+
+def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
+    """Rank the candidates of a study.
+
+    Args:
+        cells: `labkit.study.frames.cells`.
+        limit: What a peak has to stay below.
+    """
+    rows = _figures(cells)
+    control = next(row for row in rows if row["is_control"])
+    choices: list[_Choice] = []
+    if control["outcome"] != "ok":
+        said = [f"The control {control['candidate']} has no traced result, so nothing can be compared yet."]
+    else:
+        choices = _choices(rows, control)
+        constrained = limit.stated or control["peak_allocated_bytes"] >= limit.bytes
+        said = _within(choices, limit) if constrained else [*_by_efficiency(choices), _fitting(choices, limit)]
+    decided = {choice.label: choice for choice in choices}
+    for row in rows:
+        choice = decided.get(row["candidate"])
+        row["fits"] = None if row["peak_allocated_bytes"] is None else row["peak_allocated_bytes"] < limit.bytes
+        row["rank"] = None if choice is None else choice.rank
+        row["verdict"] = _unfinished(row) if choice is None else choice.verdict
+        if row["differs_in"]:
+            row["verdict"] += f"; not matched, also changes {row['differs_in']}"
+    said += _alike((row["candidate"], row["verdict"]) for row in rows if row["outcome"] != "ok" or row["differs_in"])
+    return Decision(_frame(rows), tuple(said))
+
+
+def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
+    """The figures of each candidate side by side, in study order."""
+    by_source = {(row["candidate"], row["source"]): row for row in cells.iter_rows(named=True)}
+    rows = []
+    for label in dict.fromkeys(cells["candidate"]):
+        traced, estimated = by_source[label, "traced"], by_source[label, "estimated"]
+        published = by_source.get((label, "published"), {})
+        rows.append(
+            {
+                "candidate": label,
+                "is_control": traced["is_control"],
+                "outcome": traced["outcome"],
+                "peak_allocated_bytes": traced["peak_allocated_bytes"],
+                "estimated_bytes": estimated["peak_allocated_bytes"],
+                "published_bytes": published.get("peak_allocated_bytes"),
+                "saved_bytes": traced["saved_bytes"],
+                "peak_phase": traced["peak_phase"],
+                "step_time_ms": published.get("step_time_ms"),
+                "replay_seconds": estimated["replay_seconds"],
+                "replay_flops": estimated["replay_flops"],
+                "differs_in": traced["differs_in"],
+            }
+        )
+    before = next(row["step_time_ms"] for row in rows if row["is_control"])
+    for row in rows:
+        row["step_time_change"] = row["step_time_ms"] / before - 1 if row["step_time_ms"] and before else None
+    return rows
+
+
+def _choices(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> list[_Choice]:
+    """What passed, priced; one source of cost for all, or they could not be ranked."""
+    measured = all(row["step_time_ms"] for row in rows)
+    choices = []
+    for row in rows:
+        if row["outcome"] != "ok":
+            continue
+        if measured:
+            milliseconds = row["step_time_ms"] - control["step_time_ms"]
+            price = f"{milliseconds:.1f} ms a step ({row['step_time_change']:+.1%}, published step time)"
+        else:
+            milliseconds = (row["replay_seconds"] - control["replay_seconds"]) * 1e3
+            price = f"{milliseconds:.1f} ms a step (estimated replay time)"
+        choices.append(
+            _Choice(
+                label=row["candidate"],
+                is_control=row["is_control"],
+                peak=row["peak_allocated_bytes"],
+                phase=row["peak_phase"],
+                saved=row["saved_bytes"],
+                cost=milliseconds / 1e3,
+                price=price,
+            )
+        )
+    return choices
+
+
+def _within(choices: Sequence[_Choice], limit: Limit) -> list[str]:
+    """Rank what stays below the limit by cost."""
+    meeting = sorted((choice for choice in choices if choice.peak < limit.bytes), key=lambda choice: choice.cost)
+    for choice in choices:
+        choice.verdict = f"misses {limit.name} by {_gib(choice.peak - limit.bytes)}"
+    for position, choice in enumerate(meeting):
+        choice.rank = position + 1
+        choice.verdict = f"meets {limit.name}, {'try first' if position == 0 else 'at a higher price'}"
+    if not meeting:
+        lowest = min(choices, key=lambda choice: choice.peak)
+        said = f"No choice stays below {limit}: the lowest, {lowest.label}, {lowest.verdict}."
+        return [said, *_floor(lowest, choices)]
+    best = meeting[0]
+    if best.is_control:
+        return [f"The control {best.label} stays below {limit} at {_gib(best.peak)}: recompute nothing more."]
+    return [
+        f"Try {best.label} first: of the {len(meeting)} that stay below {limit} it costs least, {best.price}, "
+        f"and peaks at {_gib(best.peak)}."
+    ]
+
+
+def _by_efficiency(choices: Sequence[_Choice]) -> list[str]:
+    """Drop what saves nothing or is undercut, rank the rest by bytes saved per second."""
+    control = next(choice for choice in choices if choice.is_control)
+    margin = MATERIAL * control.peak
+    control.verdict = "control"
+    candidates = [choice for choice in choices if not choice.is_control]
+    savers = [choice for choice in candidates if choice.saved > margin]
+    for choice in candidates:
+        better = [other for other in savers if _undercuts(other, choice, margin)]
+        if choice not in savers:
+            choice.verdict = "raises the peak" if choice.saved < -margin else "saves next to nothing"
+        elif better:
+            cheapest = min(better, key=lambda other: other.cost)
+            choice.verdict = f"costs more than {cheapest.label} and ends no lower"
+    front = [choice for choice in savers if not choice.verdict]
+    if not front:
+        said = f"No choice lowers the control's peak of {_gib(control.peak)} by more than {MATERIAL:.1%}."
+        return [said, *_floor(control, [])]
+    front.sort(key=lambda choice: choice.saved / choice.cost if choice.cost > 0 else float("inf"), reverse=True)
+    best = front[0]
+    for position, choice in enumerate(front):
+        choice.rank = position + 1
+        choice.verdict = "try first" if choice is best else f"saves less per second than {best.label}"
+    return [
+        f"Try {best.label} first: it lowers the traced peak from {_gib(control.peak)} to {_gib(best.peak)} "
+        f"(-{_gib(best.saved)}) for {best.price}.",
+        *(f"{choice.label} saves {_gib(choice.saved)} for {choice.price}." for choice in front[1:]),
+        *_alike((choice.label, choice.verdict) for choice in candidates if choice not in front),
+        *_floor(best, savers),
+    ]
+
+
+def _undercuts(other: _Choice, choice: _Choice, margin: float) -> bool:
+    """`other` costs no more and ends no higher, and is better in one of the two."""
+    if other.cost > choice.cost or other.peak > choice.peak + margin:
+        return False
+    return other.cost < choice.cost or other.peak < choice.peak - margin
+
+
+def _floor(lowest: _Choice, savers: Sequence[_Choice]) -> list[str]:
+    """Where no recompute choice can lower the peak any more, and why."""
+    if lowest.phase not in _WITHOUT_ACTIVATIONS:
+        return []
+    shared = len(savers) > 1 and all(choice.phase == lowest.phase for choice in savers)
+    who = f"All {len(savers)} choices that save end" if shared else f"{lowest.label} ends"
+    where = _WITHOUT_ACTIVATIONS[lowest.phase]
+    return [
+        f"{who} on a floor: {where}, in which no activation is alive, holds the peak; more labels will not lower it."
+    ]
+
+
+def _fitting(choices: Sequence[_Choice], limit: Limit) -> str:
+    too_large = [choice.label for choice in choices if choice.peak >= limit.bytes]
+    if too_large:
+        return f"{_and(too_large)}: larger than {limit}."
+    return f"Every traced choice, the control included, fits {limit}."
+
+
+def _unfinished(row: dict[str, Any]) -> str:
+    if row["outcome"] == "ok":
+        return "not compared, the control is missing"
+    return "not traced" if row["outcome"] == "missing" else f"{row['outcome']}, not compared"
+
+
+def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
+    import polars as pl
+
+    schema = {
+        "candidate": pl.String,
+        "is_control": pl.Boolean,
+        "outcome": pl.String,
+        "peak_allocated_bytes": pl.Int64,
+        "estimated_bytes": pl.Int64,
+        "published_bytes": pl.Int64,
+        "saved_bytes": pl.Int64,
+        "peak_phase": pl.String,
+        "step_time_change": pl.Float64,
+        "replay_seconds": pl.Float64,
+        "replay_flops": pl.Int64,
+        "fits": pl.Boolean,
+        "verdict": pl.String,
+        "rank": pl.Int64,
+    }
+    return pl.DataFrame([{name: row[name] for name in schema} for row in rows], schema=schema)
+
+
+def _alike(verdicts: Iterable[tuple[str, str]]) -> list[str]:
+    """One sentence per verdict, naming all that share it."""
+    shared: dict[str, list[str]] = {}
+    for label, verdict in verdicts:
+        shared.setdefault(verdict, []).append(label)
+    return [f"{_and(labels)}: {verdict}." for verdict, labels in shared.items()]
+
+
+def _and(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

@@ -1,0 +1,267 @@
+"""A study's results as polars frames: all that reports and notebooks read.
+
+Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estimated`, `traced` or `published`.
+"""
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from labkit.drivers.contract import Measurement
+from labkit.ledger import Ledger
+from labkit.summary import CATEGORIES, Result, category
+
+if TYPE_CHECKING:
+    from labkit.study.results import CandidateResult, Results
+
+CELLS = {
+    "candidate": pl.String,
+    "is_control": pl.Boolean,
+    "source": pl.String,
+    "outcome": pl.String,
+    "failure": pl.String,
+    "peak_allocated_bytes": pl.Int64,
+    "peak_tensor_bytes": pl.Int64,
+    "peak_phase": pl.String,
+    "between_steps_bytes": pl.Int64,
+    "retained_bytes": pl.Int64,
+    "peak_reserved_bytes": pl.Int64,
+    "step_time_ms": pl.Float64,
+    "tflops_per_gpu": pl.Float64,
+    "replay_flops": pl.Int64,
+    "replay_hbm_bytes": pl.Int64,
+    "replay_seconds": pl.Float64,
+    "differs_in": pl.String,
+    "warnings": pl.String,
+    "saved_bytes": pl.Int64,
+    "error_vs_published": pl.Float64,
+}
+"""`differs_in`: fields outside the recompute choice in which a candidate differs from the control, so that it is not
+matched; null if none. `warnings`: what the rules say does nothing. `saved_bytes`: the control's peak less its own, both
+of one source; `error_vs_published`: (own peak - published peak) / published peak."""
+
+BREAKDOWN = {"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64}
+TIMELINE = {
+    "candidate": pl.String,
+    "source": pl.String,
+    "position": pl.Float64,
+    "clock": pl.Int64,
+    "phase": pl.String,
+    "category": pl.String,
+    "bytes": pl.Int64,
+}
+PEAKS = {"candidate": pl.String, "source": pl.String, "position": pl.Float64, "phase": pl.String, "bytes": pl.Int64}
+CONTRACT = {
+    "candidate": pl.String,
+    "source": pl.String,
+    "outcome": pl.String,
+    "origin": pl.String,
+    "created_at": pl.String,
+    "wall_seconds": pl.Float64,
+    "steady_iterations": pl.Int64,
+    "versions": pl.String,
+    "environment": pl.String,
+}
+
+
+def cells(results: "Results") -> pl.DataFrame:
+    """One row per candidate and source, columns `CELLS`; published rows only where something is published."""
+    rows: list[dict[str, Any]] = []
+    for result in results.candidates:
+        candidate = result.candidate
+        warnings = result.estimate.summary.warnings
+        common = {
+            "candidate": candidate.label,
+            "is_control": candidate.is_control,
+            "differs_in": ", ".join(candidate.differs_in) or None,
+            "warnings": "; ".join(warnings) or None,
+        }
+        rows.append({**common, "source": "estimated", "outcome": "ok", **_held(result.estimate), **_replay(result)})
+        rows.append({**common, "source": "traced", **_traced(result)})
+        if result.published is not None:
+            rows.append({**common, "source": "published", **_recorded(result.published)})
+    raw = pl.DataFrame(rows, schema={name: kind for name, kind in CELLS.items() if name not in _COMPARED})
+    control = raw.filter("is_control").select("source", control_bytes="peak_allocated_bytes")
+    published = raw.filter(pl.col("source") == "published").select("candidate", published_bytes="peak_allocated_bytes")
+    peak = pl.col("peak_allocated_bytes")
+    return (
+        raw.join(control, on="source", how="left", maintain_order="left")
+        .join(published, on="candidate", how="left", maintain_order="left")
+        .with_columns(
+            saved_bytes=pl.col("control_bytes") - peak,
+            error_vs_published=pl.when(pl.col("source") != "published").then(peak / pl.col("published_bytes") - 1),
+        )
+        .select(CELLS)
+    )
+
+
+_COMPARED = ("saved_bytes", "error_vs_published")
+
+
+def _held(result: Result) -> dict[str, Any]:
+    summary = result.summary
+    return {
+        "peak_allocated_bytes": summary.peak_allocated_bytes,
+        "peak_tensor_bytes": max(phase.peak_tensor_bytes for phase in summary.phases),
+        "peak_phase": summary.peak_phase,
+        "between_steps_bytes": summary.between_steps_bytes,
+        "retained_bytes": summary.retained_bytes,
+        "peak_reserved_bytes": summary.peak_reserved_bytes,
+    }
+
+
+def _replay(result: "CandidateResult") -> dict[str, Any]:
+    replay = result.estimate.replay
+    return {
+        "replay_flops": replay.flops,
+        "replay_hbm_bytes": replay.hbm_bytes,
+        "replay_seconds": replay.seconds,
+    }
+
+
+def _traced(result: "CandidateResult") -> dict[str, Any]:
+    if result.traced is not None:
+        return {"outcome": "ok", **_held(result.traced)}
+    if result.measurement is not None and result.measurement.failure is not None:
+        failure = result.measurement.failure
+        return {"outcome": result.measurement.outcome, "failure": f"{failure.phase}: {failure.message}"}
+    return {"outcome": "missing", "failure": result.status.detail or None}
+
+
+def _recorded(measurement: Measurement) -> dict[str, Any]:
+    worst = measurement.worst_rank
+    return {
+        "outcome": measurement.outcome,
+        "peak_allocated_bytes": measurement.peak_allocated_bytes,
+        "peak_phase": None if worst is None else worst.peak.phase,
+        "step_time_ms": measurement.step_time_ms,
+        "tflops_per_gpu": measurement.tflops_per_gpu,
+    }
+
+
+def breakdown(results: "Results") -> pl.DataFrame:
+    """What holds each peak, columns `BREAKDOWN`; a candidate's categories of one source sum to its peak."""
+    rows: list[tuple[str, str, str, int]] = []
+    for result in results.candidates:
+        label = result.candidate.label
+        for held in (result.estimate, result.traced):
+            if held is not None:
+                rows += [(label, held.certainty, share.category, share.bytes) for share in held.summary.breakdown]
+        if result.published is not None and result.published.peak_allocated_bytes is not None:
+            rows.append((label, "published", "published total", result.published.peak_allocated_bytes))
+    return pl.DataFrame(rows, schema=BREAKDOWN, orient="row")
+
+
+def timeline(results: "Results", moments: int = 400) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Allocated bytes through the steady step, columns `TIMELINE`, and one peak each, columns `PEAKS`.
+
+    A step has thousands of events; about `moments` of them are kept: the start and the peak of each phase, and the
+    highest and the lowest of each of equal stretches between. `position` runs from 0 to 1 over the step's clock, which
+    counts events, not time.
+    """
+    lines: list[tuple[Any, ...]] = []
+    peaks: list[tuple[Any, ...]] = []
+    for result in results.candidates:
+        for held in (result.traced, result.estimate):
+            if held is None:
+                continue
+            name = (result.candidate.label, held.certainty)
+            profile = _Profile(held.ledger)
+            for clock in profile.thinned(moments):
+                where = (profile.position(clock), clock, profile.phase(clock))
+                lines += [(*name, *where, kind, nbytes) for kind, nbytes in profile.held(clock)]
+            clock, nbytes = profile.peak
+            peaks.append((*name, profile.position(clock), profile.phase(clock), nbytes))
+    return pl.DataFrame(lines, schema=TIMELINE, orient="row"), pl.DataFrame(peaks, schema=PEAKS, orient="row")
+
+
+class _Profile:
+    """Allocated bytes per category through a ledger's steady iteration."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        steady = ledger.steady_iteration()
+        self._phases = [moment for moment in ledger.moments if moment.iteration == steady]
+        first = self._phases[0].clock
+        changes: dict[int, Counter[str]] = {first: Counter()}
+        for row in ledger.rows:
+            if row.dies is not None and row.dies <= first:
+                continue
+            kind, remainder = category(row), row.block_bytes - row.bytes
+            for clock, sign in ((max(row.born, first), 1), (row.dies, -1)):
+                if clock is not None:
+                    change = changes.setdefault(clock, Counter())
+                    change[kind] += sign * row.bytes
+                    change["allocator remainders"] += sign * remainder
+        self.clocks = sorted(changes)
+        self._totals: list[int] = []
+        self._holdings: list[tuple[int, ...]] = []
+        held: Counter[str] = Counter()
+        for clock in self.clocks:
+            held.update(changes[clock])
+            self._holdings.append(tuple(held[kind] for kind in CATEGORIES))
+            self._totals.append(sum(self._holdings[-1]))
+        self._index = {clock: index for index, clock in enumerate(self.clocks)}
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """(clock, bytes) of the largest total, the first of equals."""
+        index = max(range(len(self.clocks)), key=self._totals.__getitem__)
+        return self.clocks[index], self._totals[index]
+
+    def held(self, clock: int) -> list[tuple[str, int]]:
+        """Bytes of every category that is ever held, so that stacked areas have no gaps."""
+        return list(zip(CATEGORIES, self._holdings[self._index[clock]], strict=True))
+
+    def phase(self, clock: int) -> str:
+        """The phase a clock is in."""
+        return next(moment.phase for moment in reversed(self._phases) if moment.clock <= clock)
+
+    def position(self, clock: int) -> float:
+        """0 at the step's first event, 1 at its last."""
+        span = self.clocks[-1] - self.clocks[0]
+        return (clock - self.clocks[0]) / span if span else 0.0
+
+    def thinned(self, moments: int) -> list[int]:
+        """About `moments` clocks that keep the outline."""
+        count = len(self.clocks)
+        edges = sorted({0, count, *(round(count * n / (moments // 2)) for n in range(moments // 2))})
+        starts = [self._first_at_or_after(moment.clock) for moment in self._phases]
+        kept = {0, count - 1, *(start for start in starts if start < count)}
+        for stretch in (*pairwise(edges), *pairwise([*starts, count])):
+            if stretch[0] < stretch[1]:
+                kept.add(max(range(*stretch), key=self._totals.__getitem__))
+        for stretch in pairwise(edges):
+            kept.add(min(range(*stretch), key=self._totals.__getitem__))
+        return [self.clocks[index] for index in sorted(kept)]
+
+    def _first_at_or_after(self, clock: int) -> int:
+        return next((index for index, at in enumerate(self.clocks) if at >= clock), len(self.clocks))
+
+
+def contract(results: "Results") -> pl.DataFrame:
+    """How each measured figure came about, columns `CONTRACT`; one row per candidate and measured source."""
+    rows = []
+    for result in results.candidates:
+        for source, measurement in (("traced", result.measurement), ("published", result.published)):
+            if measurement is None:
+                continue
+            rows.append(
+                (
+                    result.candidate.label,
+                    source,
+                    measurement.outcome,
+                    measurement.source,
+                    measurement.created_at,
+                    measurement.wall_seconds,
+                    measurement.steady_iterations,
+                    _listed(measurement.versions),
+                    _listed(measurement.environment),
+                )
+            )
+    return pl.DataFrame(rows, schema=CONTRACT, orient="row")
+
+
+def _listed(pairs: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in pairs.items())

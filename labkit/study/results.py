@@ -1,0 +1,76 @@
+"""What a study knows: for each candidate the estimate, the traced result and the published figures."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from labkit.drivers.contract import Measurement
+from labkit.study.decision import Decision, decide
+from labkit.study.matrix import Candidate, Matrix
+from labkit.study.status import CellStatus
+from labkit.summary import Result
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from labkit.memory.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """Everything known about one candidate."""
+
+    candidate: Candidate
+    estimate: "Estimate"
+    status: CellStatus
+    """Of its traced cell."""
+    measurement: Measurement | None
+    """Of its traced cell, also if it failed; None if there is none to trust."""
+    traced: Result | None
+    """The traced cell that passed."""
+    published: Measurement | None
+
+
+class Results:
+    """The results of a study, and the frames that reports and notebooks read (`labkit.study.frames`)."""
+
+    def __init__(self, matrix: Matrix, candidates: tuple[CandidateResult, ...]) -> None:
+        self.matrix = matrix
+        self.candidates = candidates
+
+    @cached_property
+    def cells(self) -> "pl.DataFrame":
+        """One row per candidate and source (`frames.cells`)."""
+        from labkit.study import frames
+
+        return frames.cells(self)
+
+    @cached_property
+    def breakdown(self) -> "pl.DataFrame":
+        """Bytes per category at each peak (`frames.breakdown`)."""
+        from labkit.study import frames
+
+        return frames.breakdown(self)
+
+    def timeline(self, moments: int = 400) -> tuple["pl.DataFrame", "pl.DataFrame"]:
+        """Bytes per category through the steady step, and each one's peak (`frames.timeline`)."""
+        from labkit.study import frames
+
+        return frames.timeline(self, moments)
+
+    @cached_property
+    def contract(self) -> "pl.DataFrame":
+        """How each figure came about (`frames.contract`)."""
+        from labkit.study import frames
+
+        return frames.contract(self)
+
+    @cached_property
+    def decided(self) -> Decision:
+        """The ranking and its reasons in plain language."""
+        return decide(self.cells, self.matrix.limit)
+
+    @property
+    def decision(self) -> "pl.DataFrame":
+        """One row per candidate: figures side by side, verdict and rank."""
+        return self.decided.frame

@@ -1,0 +1,214 @@
+"""Running a study is making the missing files: claim a cell, measure it, store it, whatever happens to the others.
+
+Failed measurements are results too: they are stored with their reason, the other cells still run, and the next run
+tries them again. Two runs of one study share the work: a cell that another process is making is left to it.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from labkit.drivers.contract import CellKey, Failure, Measurement
+from labkit.errors import LabkitError
+from labkit.ledger import Ledger
+from labkit.study.matrix import Candidate
+from labkit.study.store import Claim, DamagedCellError, Store, Stored
+from labkit.workload import Workload
+
+_POLL_SECONDS = 0.1
+"""How often a worker looks whether a cell that another process is making has been made."""
+
+
+class Cell(NamedTuple):
+    """A candidate measured by one driver: what one file holds."""
+
+    candidate: Candidate
+    key: CellKey
+
+
+class Measured(Protocol):
+    """What a driver hands back (`labkit.drivers.trace.driver.Trace`)."""
+
+    @property
+    def measurement(self) -> Measurement:
+        """The record of the contract."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the rank held."""
+
+
+class Driver(Protocol):
+    """Measures one workload; several calls run at once."""
+
+    def __call__(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> Measured:
+        """Measure, telling `on_phase` each (iteration, phase) as it begins."""
+
+
+class EventKind(StrEnum):
+    """What happens to a cell during a run."""
+
+    KEPT = "kept"
+    """It was there already, or another process made it meanwhile."""
+    DAMAGED = "damaged"
+    """Its file cannot be trusted and will be replaced; `detail` names file and reason."""
+    STARTED = "started"
+    PHASE = "phase"
+    """It entered the phase in `detail`."""
+    DONE = "done"
+    FAILED = "failed"
+    """It was measured and did not pass; `detail` says why."""
+
+
+class Event(NamedTuple):
+    """One step of a run, for whoever shows progress."""
+
+    kind: EventKind
+    cell: Cell
+    detail: str = ""
+
+
+def run_cells(
+    cells: Iterable[Cell],
+    store: Store,
+    driver: Driver,
+    *,
+    workers: int,
+    force: bool = False,
+    on_event: Callable[[Event], None],
+    abort: Callable[[], None],
+) -> dict[Cell, Stored]:
+    """Make the missing cells, `workers` at a time.
+
+    Args:
+        cells: What the store shall hold afterwards.
+        store: Where results lie.
+        driver: Measures one workload; any exception it raises is that cell's failure.
+        workers: Cells measured at once.
+        force: Also measure cells that are there.
+        on_event: Called for each event, one at a time, from the workers' threads.
+        abort: Ends the measurements in progress; called when the run is interrupted or the store fails.
+
+    Returns:
+        The result of every cell, failures included.
+
+    Raises:
+        WorkError: the store cannot be written.
+        KeyboardInterrupt: the user interrupted; every cell that was finished is stored.
+    """
+    run = _Run(cells, store, driver, force, on_event)
+    threads = [threading.Thread(target=run.work, name=f"labkit-cell-{n}", daemon=True) for n in range(workers)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # a join without timeout would not see Ctrl-C
+                thread.join(timeout=0.2)
+                if run.error is not None and not run.stopped.is_set():
+                    run.stopped.set()
+                    abort()
+    except KeyboardInterrupt:
+        run.stopped.set()
+        abort()
+        for thread in threads:
+            thread.join()
+        raise
+    if run.error is not None:
+        raise run.error
+    return run.results
+
+
+class _Run:
+    """What the workers of one run share."""
+
+    def __init__(
+        self, cells: Iterable[Cell], store: Store, driver: Driver, force: bool, on_event: Callable[[Event], None]
+    ) -> None:
+        self.waiting = deque(cells)
+        self.store = store
+        self.driver = driver
+        self.force = force
+        self.results: dict[Cell, Stored] = {}
+        self.stopped = threading.Event()
+        self.error: Exception | None = None
+        self._listener = on_event
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        """Take cells until none is left."""
+        try:
+            while not self.stopped.is_set() and self.error is None:
+                try:
+                    cell = self.waiting.popleft()
+                except IndexError:
+                    return
+                with self.store.claim(cell.key) as claim:
+                    if claim is not None:
+                        self._make(cell, claim)
+                        continue
+                self.waiting.append(cell)
+                time.sleep(_POLL_SECONDS)
+        except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
+            self.error = error
+
+    def _tell(self, kind: EventKind, cell: Cell, detail: str = "") -> None:
+        with self._lock:
+            self._listener(Event(kind, cell, detail))
+
+    def _make(self, cell: Cell, claim: Claim) -> None:
+        kept = None if self.force else self._kept(cell)
+        if kept is not None:
+            self.results[cell] = kept
+            self._tell(EventKind.KEPT, cell)
+            return
+        self._tell(EventKind.STARTED, cell)
+        measurement, ledger = self._measured(cell)
+        if self.stopped.is_set() and measurement.outcome != "ok":
+            return  # it failed because it was ended
+        claim.commit(measurement, ledger)
+        self.results[cell] = Stored(cell.key, measurement, ledger)
+        failure = measurement.failure
+        if failure is None:
+            self._tell(EventKind.DONE, cell)
+        else:
+            self._tell(EventKind.FAILED, cell, failure.message)
+
+    def _kept(self, cell: Cell) -> Stored | None:
+        try:
+            stored = self.store.read(cell.key)
+        except DamagedCellError as damage:
+            self._tell(EventKind.DAMAGED, cell, str(damage))
+            return None
+        return stored if stored is not None and stored.measurement.outcome == "ok" else None
+
+    def _measured(self, cell: Cell) -> tuple[Measurement, Ledger | None]:
+        began = time.monotonic()
+        reached = "start"
+
+        def on_phase(iteration: int, phase: str) -> None:
+            nonlocal reached
+            reached = phase
+            self._tell(EventKind.PHASE, cell, f"iteration {iteration}: {phase}")
+
+        try:
+            measured = self.driver(cell.candidate.workload, on_phase=on_phase)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this cell's outcome and not the run's)
+            message = str(error) if isinstance(error, LabkitError) else f"{type(error).__name__}: {error}"
+            return self._failure(cell, Failure(phase=reached, message=message), time.monotonic() - began), None
+        passed = measured.measurement.outcome == "ok"
+        return measured.measurement, measured.ledger if passed else None
+
+    def _failure(self, cell: Cell, failure: Failure, seconds: float) -> Measurement:
+        return Measurement(
+            driver=cell.key.driver,
+            workload=cell.candidate.workload,
+            outcome="failed",
+            failure=failure,
+            versions=dict(cell.key.versions),
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            wall_seconds=seconds,
+        )

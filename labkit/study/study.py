@@ -1,0 +1,164 @@
+"""`Study`: a question with its results; running it makes the missing ones."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from labkit.drivers.contract import CellKey
+from labkit.errors import InputError
+from labkit.study.matrix import Matrix
+from labkit.study.results import CandidateResult, Results
+from labkit.study.runner import Cell, Driver, Event, run_cells
+from labkit.study.status import StudyStatus, inspect
+from labkit.study.store import Store
+
+
+class Study:
+    """A matched study: one control, candidates that differ from it, one result file per cell.
+
+    >>> study = Study.load("data/studies/moonlight-16b.yaml")  # doctest: +SKIP
+    >>> study.run()  # makes the missing results, shows progress in a terminal  # doctest: +SKIP
+    >>> study.results().decision  # doctest: +SKIP
+
+    Results lie in `results/NAME` beside the folder `studies` that holds the study file (`data/results/moonlight-16b`
+    for `data/studies/moonlight-16b.yaml`), or beside the file itself if its folder has another name.
+    """
+
+    def __init__(self, matrix: Matrix, path: Path, store: Store) -> None:
+        self.matrix = matrix
+        self.path = path
+        self.store = store
+
+    @classmethod
+    def load(cls, path: str | Path, store: str | Path | None = None) -> "Study":
+        """Read a study file; nothing is run or written.
+
+        Args:
+            path: The study file.
+            store: The folder of its results; by default as the class says.
+
+        Raises:
+            InputError: the file describes no study that can run (one sentence: what, where, what would work).
+        """
+        path = Path(path)
+        matrix = Matrix.load(path)
+        return cls(matrix, path, Store(Path(store) if store is not None else _default_store(path, matrix.name)))
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names the folder of its results and its report."""
+        return self.matrix.name
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """What the store holds when the study is done, control first."""
+        from labkit.drivers.trace.versions import trace_versions
+
+        versions = tuple(sorted(trace_versions().items()))
+        return tuple(
+            Cell(candidate, CellKey(workload_hash=candidate.workload.content_hash, driver=driver, versions=versions))
+            for driver in self.matrix.drivers
+            for candidate in self.matrix.candidates
+        )
+
+    def run(
+        self,
+        only: Sequence[str] = (),
+        *,
+        force: bool = False,
+        workers: int | None = None,
+        driver: Driver | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> StudyStatus:
+        """Make the missing results; a failed cell is a result, and the next run tries it again.
+
+        Args:
+            only: Labels of the candidates to run; all by default.
+            force: Also make again what is there.
+            workers: Cells made at once; by default 2, or 1 on a single CPU.
+            driver: What measures a workload; by default a `TraceServer` of this run.
+            on_event: Called with each `labkit.study.runner.Event`; by default progress shows in a terminal.
+
+        Returns:
+            The state of every cell afterwards.
+
+        Raises:
+            InputError: an unknown label, or fewer than one worker.
+            WorkError: the store cannot be written.
+            KeyboardInterrupt: interrupted; what was finished is stored.
+        """
+        if workers is None:
+            workers = min(2, len(os.sched_getaffinity(0)))
+        if workers < 1:
+            raise InputError(f"workers: {workers} cannot run anything; use 1 or more")
+        chosen = {self.matrix.chosen(label).label for label in only}
+        cells = [cell for cell in self.cells if not chosen or cell.candidate.label in chosen]
+        missing = [cell for cell in cells if force or inspect(cell, self.store)[0].state != "done"]
+        if missing:
+            with ExitStack() as stack:
+                if on_event is None:
+                    from labkit.study.progress import show_progress
+
+                    on_event = stack.enter_context(show_progress(self.matrix.title, len(missing)))
+                if driver is None:
+                    from labkit.drivers.trace.server import TraceServer
+
+                    driver = stack.enter_context(TraceServer()).run
+                run_cells(
+                    missing,
+                    self.store,
+                    driver,
+                    workers=min(workers, len(missing)),
+                    force=force,
+                    on_event=on_event,
+                    abort=stack.close,
+                )
+        return self.status()
+
+    def status(self) -> StudyStatus:
+        """The state of every cell; reads and verifies each file, writes nothing."""
+        return StudyStatus(
+            study=self.name,
+            title=self.matrix.title,
+            store=str(self.store.directory),
+            cells=tuple(inspect(cell, self.store)[0] for cell in self.cells),
+        )
+
+    def results(self) -> Results:
+        """What is known now: estimates made on the spot, traced results from the store, published figures."""
+        from labkit.drivers.trace.driver import Trace
+        from labkit.memory.estimate import estimate
+
+        known = []
+        for cell in self.cells:
+            status, stored = inspect(cell, self.store)
+            workload, published = cell.candidate.workload, self.matrix.published
+            known.append(
+                CandidateResult(
+                    candidate=cell.candidate,
+                    estimate=estimate(workload),
+                    status=status,
+                    measurement=None if stored is None else stored.measurement,
+                    traced=None
+                    if stored is None or stored.ledger is None
+                    else Trace(stored.measurement, stored.ledger),
+                    published=None if published is None else published.measurement(workload),
+                )
+            )
+        return Results(self.matrix, tuple(known))
+
+    def __repr__(self) -> str:
+        return f"Study({self.name!r}, {self.status().sentence})"
+
+    def __rich__(self) -> StudyStatus:
+        return self.status()
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
+
+def _default_store(path: Path, name: str) -> Path:
+    folder = path.parent
+    home = folder.parent if folder.resolve().name == "studies" else folder
+    return home / "results" / name

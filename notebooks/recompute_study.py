@@ -1,0 +1,104 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Recompute study
+#
+# One control and candidates that differ from it in the recompute choice alone: what each holds by closed-form estimate,
+# by a trace of the real Megatron Core code without a GPU, and by publication; and which one to try first.
+# Peaks are of the busiest rank; 1 GiB is $2^{30}$ bytes.
+
+# %% tags=["parameters"]
+study = "data/studies/moonlight-16b.yaml"
+run = True
+workers = None
+
+# %%
+from labkit import Study
+from labkit.report import charts, prose, tables
+from labkit.report.heading import Heading, finish
+from labkit.report.parameters import RecomputeStudy
+
+parameters = RecomputeStudy.checked(study=study, run=run, workers=workers)
+question = Study.load(parameters.study_path)
+
+# %%
+if parameters.run:
+    question.run(workers=parameters.workers)
+results = question.results()
+
+# %% [markdown]
+# ## What to try first
+
+# %%
+prose.conclusion(results.decided.sentences)
+
+# %%
+tables.decision(results.decision)
+
+# %% [markdown]
+# Peaks are the largest allocated bytes of one rank (`torch.cuda.max_memory_allocated`). Saved is against the control of
+# the same source. Step time is the published change against the control; replay is what backward computes again each
+# step by the estimate, at the speed the GPU's data sheet allows.
+
+# %%
+prose.caveats(results.cells)
+
+# %% [markdown]
+# ## What was asked
+
+# %%
+tables.asked(question.matrix.control.workload.model_dump(mode="json", exclude_defaults=True))
+
+# %% [markdown]
+# ## The peak of each choice
+
+# %%
+charts.peaks(results.cells)
+
+# %% [markdown]
+# ## What each choice saves
+
+# %%
+charts.differences(results.cells)
+
+# %% [markdown]
+# ## What holds the peak
+
+# %%
+charts.holdings(results.breakdown)
+
+# %% [markdown]
+# ## How the peak comes about
+
+# %%
+charts.timeline(*results.timeline())
+
+# %% [markdown]
+# ## How far to trust the figures
+#
+# The estimate is checked against the trace in its two halves: what is held between steps, and what the forward pass
+# retains for backward. Both are checked against the published peak.
+
+# %%
+tables.accuracy(results.cells)
+
+# %% [markdown]
+# ## How the figures came about
+
+# %%
+tables.contract(results.contract)
+
+# %%
+finish(
+    Heading.of_study(question.matrix.title, question.matrix.description, question.status().sentence, results.contract)
+)

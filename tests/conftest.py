@@ -1,0 +1,24 @@
+"""What several test folders share: the browser that opens reports."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def chromium_path() -> Path:
+    """The Chromium or Chrome on PATH.
+
+    Without one a browser test is skipped; with LABKIT_REQUIRE_BROWSER=1 (as .ci/run sets) it fails instead.
+    """
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        missing = f"no Chromium on PATH (looked for {', '.join(BROWSERS)}); Debian: apt-get install chromium"
+        if os.environ.get("LABKIT_REQUIRE_BROWSER") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return Path(found)

@@ -1,0 +1,148 @@
+"""A study file becomes workloads that can run, or one sentence on what is wrong with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from labkit.errors import InputError
+from labkit.study.matrix import Matrix
+from labkit.workload.files import data_directory
+from tests.study.builder import SMALL
+
+MOONLIGHT = data_directory() / "studies" / "moonlight-16b.yaml"
+
+
+def study(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "small",
+        "title": "Small study",
+        "base": SMALL,
+        "control": {"recompute": {"recompute_modules": []}},
+        "candidates": [{"recompute": {"recompute_modules": ["moe_act"]}}],
+        **changes,
+    }
+
+
+@pytest.fixture
+def load(tmp_path: Path):  # noqa: ANN201 (a local helper)
+    def loaded(**changes: Any) -> Matrix:
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(study(**changes)))
+        return Matrix.load(path)
+
+    return loaded
+
+
+def test_moonlight_has_six_matched_cells_with_published_figures() -> None:
+    matrix = Matrix.load(MOONLIGHT)
+    assert [candidate.label for candidate in matrix.candidates] == [
+        "[]",
+        "[core_attn]",
+        "[mla_up_proj]",
+        "[mla_up_proj, mlp]",
+        "[moe_act]",
+        "[layernorm, moe_act]",
+    ]
+    assert [candidate.is_control for candidate in matrix.candidates] == [True] + [False] * 5
+    assert not any(candidate.differs_in for candidate in matrix.candidates)
+    assert matrix.published is not None
+    measured = [matrix.published.measurement(candidate.workload) for candidate in matrix.candidates]
+    assert [one.peak_allocated_bytes for one in measured if one] == [
+        36_618_000_000,
+        36_614_000_000,
+        35_902_000_000,
+        35_917_000_000,
+        35_941_000_000,
+        35_949_000_000,
+    ]
+    assert [one.step_time_ms for one in measured if one] == [457.18, 474.80, 480.89, 496.73, 466.26, 506.53]
+    assert (matrix.limit.name, matrix.limit.stated) == ("NVIDIA H100 80GB HBM3", False)
+
+
+def test_override_keeps_what_it_does_not_name(load) -> None:  # noqa: ANN001
+    matrix = load(candidates=[{"recompute": {"recompute_modules": ["moe_act"]}}])
+    control, candidate = matrix.candidates
+    assert candidate.workload.recompute.recompute_granularity == "selective"
+    assert candidate.workload.model == control.workload.model
+
+
+def test_candidate_that_changes_more_than_recompute_is_marked(load) -> None:  # noqa: ANN001
+    override = {"recompute": {"recompute_modules": ["moe_act"]}, "batch": {"seq_length": 256}}
+    (_, candidate) = load(candidates=[override]).candidates
+    assert candidate.label == "[moe_act], seq_length=256"
+    assert candidate.differs_in == ("batch.seq_length",)
+
+
+def test_full_recompute_can_be_a_candidate_of_a_selective_base(load) -> None:  # noqa: ANN001
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_modules": None,
+    }
+    assert load(candidates=[{"recompute": full}]).candidates[1].label == "full uniform 1"
+
+
+def test_base_is_a_mapping_a_path_or_a_name(load, tmp_path: Path) -> None:  # noqa: ANN001
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(SMALL))
+    assert load().control.workload == load(base="base.yaml").control.workload
+    assert load(base="moonlight-16b").control.workload.model.num_layers == 27
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"candidates": []}, "candidates is empty; name at least one choice"),
+        ({"drivers": []}, "drivers is empty"),
+        ({"drivers": ["trase"]}, "'trase' is not allowed.*trace"),
+        ({"candidates": ["moe_act"]}, r"candidates\.0"),
+        ({"candidates": [{"recompute": {"recompute_modules": []}}]}, r"candidates\[0\] \[\] repeats the control"),
+        (
+            {"candidates": [{"recompute": {"recompute_modules": names}} for names in (["mlp", "moe"], ["moe", "mlp"])]},
+            r"candidates\[1\] \[mlp, moe\] repeats candidates\[0\]",
+        ),
+        ({"candidates": [{"recompute": {"recompute_modules": ["moe_akt"]}}]}, "candidates.0.*did you mean 'moe_act'"),
+        ({"candidates": [{"recompute": {"modules": ["moe_act"]}}]}, "unknown key 'recompute.modules'.*recompute_mod"),
+        ({"candidates": [{"recomput": {}}]}, "unknown key 'recomput'; did you mean 'recompute'"),
+        ({"control": {"parallelism": {"tensor_model_parallel_size": 3}}}, "control: parallelism.tensor_model_parallel"),
+        ({"candidate": []}, "unknown key 'candidate'; did you mean 'candidates'"),
+        ({"name": "../../etc"}, "name: string should match"),
+        ({"base": 7}, "base is neither a name, a path nor a workload mapping"),
+        ({"base": "moonlite-16b"}, "nothing called 'moonlite-16b' in data/workloads; did you mean 'moonlight-16b'"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+        ({"published": "moonlight-17b"}, "nothing called 'moonlight-17b' in data/published; did you mean"),
+        ({"target": {}}, "target takes one of gpu and peak_allocated_bytes"),
+        ({"target": {"gpu": "h100-80gb", "peak_allocated_bytes": 1}}, "target takes one of"),
+        ({"target": {"gpu": "h100-80"}}, "unknown GPU 'h100-80'; did you mean 'h100-80gb'"),
+    ],
+)
+def test_wrong_study_is_one_sentence(load, changes: dict[str, Any], sentence: str) -> None:  # noqa: ANN001
+    with pytest.raises(InputError, match=sentence) as caught:
+        load(**changes)
+    assert "study.yaml" in str(caught.value) or "nowhere.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_control_missing_is_named(tmp_path: Path) -> None:
+    stated = study()
+    del stated["control"]
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(stated))
+    with pytest.raises(InputError, match="'control' is missing"):
+        Matrix.load(path)
+
+
+def test_candidate_is_found_by_label_or_bare_modules() -> None:
+    matrix = Matrix.load(MOONLIGHT)
+    for label in ("[layernorm, moe_act]", "layernorm, moe_act", "moe_act,layernorm"):
+        assert matrix.chosen(label).label == "[layernorm, moe_act]"
+    assert matrix.chosen("[]").is_control
+    with pytest.raises(InputError, match=r"no candidate '\[moe_act, mlp\]'"):
+        matrix.chosen("[moe_act, mlp]")
+
+
+def test_target_replaces_the_gpus_memory(load) -> None:  # noqa: ANN001
+    assert load(target={"peak_allocated_bytes": 10**9}).limit[1:] == (10**9, True)
+    assert load(target={"gpu": "h200-141gb"}).limit.name == "NVIDIA H200"

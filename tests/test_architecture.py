@@ -1,0 +1,56 @@
+"""Who may import whom, as ARCHITECTURE.md draws it, read from every import statement in labkit."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "labkit"
+
+GROUND = {"errors", "workload"}
+TABLE = GROUND | {"ledger", "allocator", "summary"}
+MAY_IMPORT = {
+    "errors": set(),
+    "workload": GROUND,
+    "ledger": TABLE,
+    "allocator": TABLE,
+    "summary": TABLE,
+    "memory": TABLE | {"memory"},
+    "drivers": TABLE | {"drivers"},
+    "study": TABLE | {"memory", "drivers", "study"},
+    "report": TABLE | {"report"},
+    "cli": TABLE | {"memory", "drivers", "study", "report"},
+    "__main__": {"cli"},
+    "__init__": TABLE | {"memory", "drivers", "study"},
+}
+"""Rooms (a folder or a file of labkit) and the rooms below them."""
+
+HEAVY = {"torch", "megatron", "transformer_engine", "transformer_engine_torch", "triton"}
+MAY_IMPORT_HEAVY = ("drivers/build.py", "drivers/step.py", "drivers/trace/")
+
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module a file imports, inside functions and type-checking blocks too."""
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"labkit/{path}:{node.lineno}: write the import from labkit down"
+            module = node.module or ""
+            yield from (f"{module}.{name.name}" for name in node.names) if module == "labkit" else [module]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_go_down(path: Path) -> None:
+    room = path.parts[0].removesuffix(".py")
+    below = {module.split(".")[1] for module in imported_modules(path) if module.startswith("labkit.")}
+    assert below - {"__version__"} <= MAY_IMPORT[room], f"labkit/{path} imports what is not below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_only_the_drivers_that_run_megatron_import_it(path: Path) -> None:
+    heavy = {module.split(".")[0] for module in imported_modules(path)} & HEAVY
+    assert not heavy or path.as_posix().startswith(MAY_IMPORT_HEAVY)
