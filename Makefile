@@ -19,8 +19,9 @@ env: .venv/stamp  ## Make .venv as requirements.lock says; nothing to do when it
 report: env  ## Run the Moonlight recompute study and render figures/moonlight-16b.html
 	@$(BIN)/labkit report $(STUDY)
 
-test: env  ## Run all tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+# One file's tests stay in one process: they share what their fixtures built.
+test: env  ## Run all tests (PYTEST_ARGS="-k name" for some)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lab: env  ## Open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/recompute_study.py
@@ -39,5 +40,5 @@ lock:  ## Resolve pyproject.toml into requirements.lock again (needs uv)
 	    --no-annotate --output-file requirements.lock pyproject.toml
 
 clean:  ## Remove the environment, the caches and the rendered reports (kept results stay)
-	rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis figures/*.html
+	rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis figures/*.html figures/*.ipynb
 	find labkit tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

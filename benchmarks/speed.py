@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-LABKIT = str(Path(sys.executable).parent / "labkit")
+LABKIT = [sys.executable, "-m", "labkit"]
 WORKLOAD = "data/workloads/moonlight-16b.yaml"
 STUDY = "data/studies/moonlight-16b.yaml"
 PACKAGES = ("labkit", "torch", "megatron-core", "transformer-engine", "polars")
@@ -69,7 +69,7 @@ def imports_torch(command: Sequence[str]) -> bool:
 
 def time_estimate(runs: int) -> Timing:
     """`labkit estimate`, the shell to the answer."""
-    command = [LABKIT, "estimate", WORKLOAD, "--json"]
+    command = [*LABKIT, "estimate", WORKLOAD, "--json"]
     timed(command)  # the first run after an install compiles Python files
     note = "imports torch" if imports_torch(command) else "torch not imported"
     return Timing("labkit estimate", 1, [timed(command) for _ in range(runs)], note)
@@ -77,13 +77,13 @@ def time_estimate(runs: int) -> Timing:
 
 def time_trace() -> Timing:
     """`labkit trace`, one cell."""
-    return Timing("labkit trace, one Moonlight cell", 15, [timed([LABKIT, "trace", WORKLOAD, "--json"])])
+    return Timing("labkit trace, one Moonlight cell", 15, [timed([*LABKIT, "trace", WORKLOAD, "--json"])])
 
 
 def time_study() -> Timing:
     """`labkit study run` with nothing kept from before."""
     with tempfile.TemporaryDirectory(prefix="labkit-bench-") as store:
-        seconds = timed([LABKIT, "study", "run", STUDY, "--store", store])
+        seconds = timed([*LABKIT, "study", "run", STUDY, "--store", store])
     return Timing("labkit study run, six cells, empty store", 75, [seconds])
 
 

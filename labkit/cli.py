@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from labkit.study import Study
     from labkit.workload.base import Part
 
+_INTERRUPTED = 130
+"""What typer makes of Ctrl-C: 128 + SIGINT, as shells have it."""
+
 app = typer.Typer(
     help="What one rank of a Megatron Core job holds in GPU memory, and what to recompute.",
     add_completion=False,
@@ -150,24 +153,30 @@ def _run(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="labkit", standalone_mode=False)
         sys.stdout.flush()
-    except LabkitError as error:
-        return _fail(str(error), 2 if isinstance(error, InputError) else 1)
-    except TyperException as error:
-        return _fail(f"{error.format_message().rstrip('.')} (labkit --help lists what there is)", error.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has left: the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 (the last resort: a bug of ours must read as one)
-        if os.environ.get("LABKIT_DEBUG"):
-            traceback.print_exc()
-        return _fail(f"unexpected {type(error).__name__}: {error} (LABKIT_DEBUG=1 shows the traceback)", 1)
+        return _fail(error)
+    if code == _INTERRUPTED:
+        typer.echo("labkit: interrupted; what is finished is kept", err=True)
     return code if isinstance(code, int) else 0
 
 
-def _fail(sentence: str, code: int) -> int:
-    line = " ".join(sentence.split())
-    typer.echo(f"labkit: {line}", err=True)
+def _fail(error: Exception) -> int:
+    """Say in one sentence what went wrong; returns the exit code it means."""
+    match error:
+        case LabkitError():
+            code, sentence = 2 if isinstance(error, InputError) else 1, str(error)
+        case TyperException():
+            message = error.format_message().rstrip(".")
+            code, sentence = error.exit_code, f"{message} (labkit --help lists what there is)"
+        case OSError():
+            code, sentence = 1, f"{error.filename or 'output'}: {error.strerror or error}"
+        case _:
+            code, sentence = 1, f"unexpected {type(error).__name__}: {error} (LABKIT_DEBUG=1 shows the traceback)"
+            if os.environ.get("LABKIT_DEBUG"):
+                traceback.print_exception(error)
+    typer.echo(f"labkit: {' '.join(sentence.split())}", err=True)
     return code

@@ -186,8 +186,7 @@ class Ledger:
 
     def between_steps(self) -> "Ledger":
         """What is alive when the steady iteration begins."""
-        start = self.start(self.steady_iteration(), "forward")
-        return self.where(lambda row: row.born < start and (row.dies is None or row.dies > start))
+        return self.at(self.start(self.steady_iteration(), "forward") - 1)
 
     def retained(self) -> "Ledger":
         """What the steady iteration's forward leaves for its backward."""

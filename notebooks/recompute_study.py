@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -51,7 +47,7 @@ tables.decision(results.decision)
 # step by the estimate, at the speed the GPU's data sheet allows.
 
 # %%
-prose.caveats(results.cells)
+prose.failures(results.cells)
 
 # %% [markdown]
 # ## What was asked

@@ -6,6 +6,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+# A constraints file in the user's pip configuration has no say here; an index, proxy or certificate there has.
+export PIP_CONSTRAINT=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
+
 # Two makes in one checkout (a report in one terminal, the tests in another) must not install into each other.
 if command -v flock >/dev/null; then
     exec 9>.venv.lock
@@ -18,21 +21,21 @@ if ! cmp -s requirements.lock "$venv/installed.lock" || ! "$venv/bin/python" -c 
     echo "Making $venv with $python (about 6 GB; a few minutes the first time)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    # The lock is complete and hashed: nothing is left to resolve, so --no-deps, and a constraints file or a private
-    # wheel folder in the user's pip configuration cannot bend it (an index, proxy or certificate there still counts).
+    # The lock is complete and hashed, so nothing is left to resolve: --no-deps.
     if command -v uv >/dev/null; then
         uv pip install --python "$venv/bin/python" --no-deps --require-hashes -r requirements.lock
     else
-        PIP_CONSTRAINT=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --quiet --no-input \
-            --no-deps --require-hashes -r requirements.lock
+        # Someone who watches wants to see 3 GB arrive; a log does not.
+        quiet=--quiet
+        [ ! -t 1 ] || quiet=
+        "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --no-input --no-deps --require-hashes -r requirements.lock
     fi
     cp requirements.lock "$venv/installed.lock.part"
     mv "$venv/installed.lock.part" "$venv/installed.lock"
 fi
 
 # Hatchling is in the lock: the build needs no isolation, so no network.
-PIP_CONSTRAINT=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --quiet --no-input \
-    --no-deps --no-build-isolation --editable .
+"$venv/bin/python" -m pip install --quiet --no-input --no-deps --no-build-isolation --editable .
 
 # JupyterLab opens .py notebooks as notebooks. Set here, not in the user's own settings.
 settings=$venv/share/jupyter/lab/settings

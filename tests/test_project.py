@@ -113,13 +113,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_labkit_and_its_data_only(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {
-        "labkit",
-        next(n for n in names if "dist-info" in n).split("/")[0],
-    }
-    assert "labkit/data/models/moonlight-16b-a3b.yaml" in names
-    assert not [name for name in names if "results" in name]
+    paths = [Path(name).parts for name in zipfile.ZipFile(wheel).namelist()]
+    assert {parts[0].split("-")[0] for parts in paths} == {"labkit"}
+    assert ("labkit", "data", "models", "moonlight-16b-a3b.yaml") in paths
+    assert ("labkit", "notebooks", "recompute_study.py") in paths
+    assert not [parts for parts in paths if parts[1:3] == ("data", "results")]
 
 
 def test_an_installed_wheel_finds_its_own_data(wheel: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class TrainingStep:
         self.iteration = 0
         self._phase = phase
         self._forward_backward = get_forward_backward_func()
-        self._batches = _batches(workload)
+        self._batches = batches(workload)
         config = model.config
         config.timers = _PhaseTimers(lambda name: phase(self.iteration, name))
         config.grad_scale_func = optimizer.scale_loss
@@ -68,10 +68,11 @@ class TrainingStep:
 
     def run(self) -> torch.Tensor:
         """Take one step; returns the mean loss over its micro-batches, a scalar on the device."""
-        self.iteration += 1
-        self._phase(self.iteration, "forward")
+        # What zeroing frees (the optimizer's copies of the gradients) is the last step's: the new one begins after it.
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.iteration += 1
+        self._phase(self.iteration, "forward")
         losses = self._forward_backward(
             forward_step_func=_forward,
             data_iterator=self._batches,
@@ -89,16 +90,22 @@ class TrainingStep:
         return total[0] / total[1]
 
 
-def _batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
-    """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask."""
+def batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
+    """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask.
+
+    The host collates them and copies each to the device once.
+    """
     shape = (workload.batch.micro_batch_size, workload.batch.seq_length)
+    generator = torch.Generator().manual_seed(1234)
     while True:
-        yield {
-            "tokens": torch.zeros(shape, dtype=torch.int64, device="cuda"),
-            "labels": torch.zeros(shape, dtype=torch.int64, device="cuda"),
-            "loss_mask": torch.ones(shape, dtype=torch.float32, device="cuda"),
-            "position_ids": torch.arange(shape[1], device="cuda").repeat(shape[0], 1),
+        tokens = torch.randint(workload.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(shape, dtype=torch.float32),
+            "position_ids": torch.arange(shape[1]).repeat(shape[0], 1),
         }
+        yield {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
 
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -177,6 +177,8 @@ class Player:
         self._caches: dict[str, dict[int, list[_Storage]]] = {}
         self._dummy_gradients: set[Shape] = set()
         self._label: str | None = None
+        self._replayed_from = 0
+        """First operation of the region being replayed; 0 outside replays."""
 
     def forward(self) -> None:
         """One micro-batch's forward pass."""
@@ -248,9 +250,9 @@ class Player:
         for number in temporaries:
             self._book.close(number)
         for value in self._ends.get(index, ()):
-            made = self._storages.get(value)
-            if made is not None:
-                self._release(made)
+            # In a replay, what was made before the region belongs to the pass outside it.
+            if value.made >= self._replayed_from:
+                self._release(self._storages[value])
 
     def _make(self, value: Value) -> None:
         """Give an output its memory: its discarded storage again if it has one, else a new one."""
@@ -331,21 +333,21 @@ class Player:
 
     def _replay(self, region: Region, within: frozenset[Region]) -> list[_Storage]:
         """Run a checkpointed region again, keeping what it saves; its outputs are held until its backward is done."""
-        outer, self._label = self._label, region.label
-        self._run(region.first, region.last, within, keep=True)
-        self._label = outer
+        self._run_again(region, within)
         return [self._storages[value] for value in self._region_outputs(region)]
 
     def _restore(self, region: Region, inside: frozenset[Region]) -> None:
         """Run a region again to refill its discarded outputs; its own backward comes later."""
-        outer, self._label = self._label, region.label
         outputs = self._discarded.pop(region)
-        self._run(region.first, region.last, inside | {region}, keep=True)
-        self._label = outer
-        for storage in outputs:
+        self._run_again(region, inside | {region})
+        for storage in (*outputs, *self._inputs.pop(region)):
             self._release(storage)
-        for storage in self._inputs.pop(region):
-            self._release(storage)
+
+    def _run_again(self, region: Region, within: frozenset[Region]) -> None:
+        outer = self._label, self._replayed_from
+        self._label, self._replayed_from = region.label, region.first
+        self._run(region.first, region.last, within, keep=True)
+        self._label, self._replayed_from = outer
 
     def _backward_op(self, index: int) -> None:
         op = self._tape.ops[index]
@@ -409,6 +411,7 @@ class Player:
         if not self._fused_weight_gradients:
             return [
                 self._book.open("weight gradient", shape, dtype, nbytes, module=op.module, kind=op.kind, layer=op.layer)
+                for _ in range(op.weights)
             ]
         if shape not in self._dummy_gradients:
             self._dummy_gradients.add(shape)

@@ -32,6 +32,7 @@ class Buffer:
     """One contiguous DDP buffer: parameters and gradients of one reduction group."""
 
     name: str
+    """Path of the attribute of `DistributedDataParallel` that holds it."""
     numel: int
     """With padding."""
     shards: tuple[Shard, ...]
@@ -48,7 +49,12 @@ def buffers(parameters: Sequence[Parameter], workload: Workload) -> list[Buffer]
         # DistributedDataParallel.__init__
         bucket_size = max(40_000_000, 1_000_000 * layout.dp)
     return [
-        _buffer("expert" if expert else "dense", members, layout.edp if expert else layout.dp * layout.cp, bucket_size)
+        _buffer(
+            "expert_parallel_buffers.0" if expert else "buffers.0",
+            members,
+            layout.edp if expert else layout.dp * layout.cp,
+            bucket_size,
+        )
         for expert, members in found.items()
     ]
 
@@ -121,9 +127,7 @@ class State:
 
     def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
-        book.open(
-            f"{buffer.name} {name}", (buffer.numel,), dtype, nbytes, module="ddp_buffers", kind=kind, lifetime="state"
-        )
+        book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state")
 
     @property
     def _shards(self) -> list[Shard]:
@@ -177,13 +181,20 @@ class State:
     def _make_moments(self, book: Book) -> None:
         optimizer = self._optimizer
         states = [("exp_avg", optimizer.exp_avg_dtype), ("exp_avg_sq", optimizer.exp_avg_sq_dtype)]
+        copied = optimizer.main_params_in_te and not optimizer.store_param_remainders
         if optimizer.main_params_in_te:
             # With remainders FusedAdam keeps 16 bits beside each bf16 parameter, else the whole fp32 one.
-            states.append(("master_param", "bf16" if optimizer.store_param_remainders else "fp32"))
+            states.append(("master_param", "fp32" if copied else "bf16"))
         for shard in self._shards:
             for name, dtype in states:
                 self._open_shard(book, shard, name, dtype, "state")
-        scaled = sum(dtype != "fp32" for _, dtype in states[:2]) * len(self._shards)
+            if copied:
+                # `master = param.clone().detach().float()` on its way into the state.
+                clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
+                master = self._open_shard(book, shard, "fp32 parameter copy", "fp32", "transient")
+                book.close(clone)
+                book.close(master)
+        scaled = sum(dtype != "fp32" for _, dtype in states) * len(self._shards)
         if scaled:
             book.open(
                 "state scales",

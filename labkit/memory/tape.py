@@ -38,6 +38,8 @@ class Value:
     """Its size depends on where the router sends tokens."""
     base: "Value | None" = None
     """The tensor whose storage it is a view of; None where it has its own."""
+    made: int = -1
+    """Index of the operation it is an output of."""
     last_use: int = -1
     """Index of the last forward operation that needs its storage (set by uses and holds)."""
 
@@ -81,6 +83,8 @@ class Op:
     """Saved value whose storage backward overwrites with the gradient of the first input."""
     weight: Shape | None
     """Shape of the weight whose gradient its backward makes."""
+    weights: int
+    """Number of such weights: local experts of a grouped GEMM."""
     library: Library | None
     flops: int
     communicated_bytes: int
@@ -184,6 +188,7 @@ class Tape:
         aliases: bool = False,
         gradient_in: Value | None = None,
         weight: Shape | None = None,
+        weights: int = 1,
         library: Library | None = None,
         flops: int = 0,
         communicated_bytes: int = 0,
@@ -192,6 +197,8 @@ class Tape:
     ) -> None:
         """Record an operation of the current module."""
         index = len(self.ops)
+        for value in outputs:
+            value.made = index
         for value in (*inputs, *outputs):
             value.storage.last_use = max(value.storage.last_use, index)
         self.ops.append(
@@ -208,6 +215,7 @@ class Tape:
                 aliases,
                 gradient_in,
                 weight,
+                weights,
                 library,
                 flops,
                 communicated_bytes,

@@ -2,6 +2,7 @@
 
 import hashlib
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +22,12 @@ def vega_bundle(cache: Path | None = None) -> str:
         cache: folder to keep it in; the user's cache by default. A folder that cannot be written is done without.
     """
     folder = user_cache_path("labkit") if cache is None else cache
-    kept = folder / f"vega-{VEGALITE_VERSION}-{vl_convert.__version__}.js"
+    kept = folder / f"vega-{VEGALITE_VERSION}-{version('vl-convert-python')}.js"
     with suppress(OSError, UnicodeDecodeError):
         digest, _, script = kept.read_text(encoding="utf-8").partition("\n")
         if digest == _digest(script):
             return script
-    made: str = vl_convert.javascript_bundle(vl_version=VEGALITE_VERSION)
+    made: str = vl_convert.javascript_bundle(None, VEGALITE_VERSION)
     script = made.replace("</script", "<\\/script").replace("\r", "\n")
     with suppress(OSError):  # it is made again next time
         write_atomically(kept, f"{_digest(script)}\n{script}")

@@ -13,12 +13,14 @@ from labkit.report.encodings import (
     category_colour_scale,
     chart_rows,
     layered,
+    room_for,
+    rows_data,
     rows_height,
     source_colour,
     source_offset,
     source_shape,
 )
-from labkit.report.figure import Figure, csv_data
+from labkit.report.figure import Figure
 from labkit.report.theme import STACK, category_colour, category_number, text_on
 from labkit.report.timeline import timeline
 from labkit.workload.gpu import GIB, MIB
@@ -33,6 +35,7 @@ def peaks(cells: pl.DataFrame) -> Figure:
         cells: one row per candidate and source: candidate, source, outcome, failure, peak_allocated_bytes,
             peak_phase, error_vs_published. A row without a peak shows its outcome instead.
     """
+    error = pl.col("error_vs_published")
     rows, names = chart_rows(cells, "peak_allocated_bytes", "peak_phase", "outcome", "failure", "error_vs_published")
     rows = rows.with_columns(
         (pl.col("peak_allocated_bytes") / GIB).alias("peak_gib"),
@@ -40,6 +43,10 @@ def peaks(cells: pl.DataFrame) -> Figure:
         .then(pl.col("outcome").replace({"oom": "out of memory", "missing": "not run yet"}))
         .alias("problem"),
         pl.col("failure").str.slice(0, 300),
+        pl.col("peak_phase").fill_null("not stated"),
+        pl.format("{}{}%", pl.when(error > 0).then(pl.lit("+")).otherwise(pl.lit("")), (error * 100).round(2))
+        .fill_null("–")
+        .alias("distance"),
     )
     base = alt.Chart().encode(y=candidate_axis(names), yOffset=source_offset(rows))
     tooltip = [
@@ -48,10 +55,13 @@ def peaks(cells: pl.DataFrame) -> Figure:
         alt.Tooltip("peak_gib:Q", title="peak allocated (GiB)", format=".3f"),
         alt.Tooltip("peak_allocated_bytes:Q", title="peak allocated (bytes)", format=","),
         alt.Tooltip("peak_phase:N", title="peak in phase"),
-        alt.Tooltip("error_vs_published:Q", title="against published", format="+.2%"),
+        alt.Tooltip("distance:N", title="against published"),
     ]
     x = alt.X(
-        "peak_gib:Q", title="peak allocated on one rank (GiB)", scale=alt.Scale(zero=False, nice=True, padding=36)
+        "peak_gib:Q",
+        title="peak allocated (GiB)",
+        scale=alt.Scale(zero=False, nice=True, padding=40),
+        axis=alt.Axis(tickCount=6),
     )
     points = (
         base.transform_filter("isValid(datum.peak_gib)")
@@ -110,8 +120,8 @@ def differences(cells: pl.DataFrame) -> Figure:
     low, high = _range(rows["saved_gib"].to_list())
     x = alt.X(
         "saved_gib:Q",
-        title="saved against the control of the same source (GiB)",
-        scale=alt.Scale(domain=[low, high], nice=False),
+        title="saved against the control (GiB)",
+        scale=alt.Scale(domain=[low, high], nice=False, range=room_for(48)),
         axis=alt.Axis(tickCount=6),
     )
     stems = base.mark_rule(strokeWidth=3).encode(x=x, x2=alt.datum(0), color=source_colour(rows))
@@ -151,9 +161,9 @@ def holdings(breakdown: pl.DataFrame) -> Figure:
     rows = rows.with_columns((pl.col("gib").cum_sum() - pl.col("gib") / 2).over("candidate", "source").alias("middle"))
     highlighted = alt.selection_point(name="holdings_category", fields=["category"], bind="legend")
     y, offset = candidate_axis(names), source_offset(rows)
-    x_title = "allocated at the peak on one rank (GiB)"
+    x_title = "allocated at the peak (GiB)"
     widest = float(totals["gib"].max() or 0)  # type: ignore[arg-type]
-    scale = alt.Scale(domain=[0, widest * 1.2], nice=False)
+    scale = alt.Scale(domain=[0, widest or 1], nice=False, range=room_for(104))
     bars = (
         alt.Chart()
         .mark_bar(style="segment", height={"band": 0.9})
@@ -176,7 +186,7 @@ def holdings(breakdown: pl.DataFrame) -> Figure:
     )
     numbers = (
         alt.Chart()
-        .transform_filter(f"datum.gib > {widest / 45}")
+        .transform_filter(f"datum.gib * width > {widest * 16}")
         .mark_text(fontSize=9.5, tooltip=None)
         .encode(
             y=y,
@@ -188,7 +198,7 @@ def holdings(breakdown: pl.DataFrame) -> Figure:
         )
     )
     labels = (
-        alt.Chart(csv_data(totals))
+        alt.Chart(rows_data(totals))
         .transform_calculate(text="datum.source + ' ' + format(datum.gib, '.2f')")
         .mark_text(style="note", align="left", dx=6)
         .encode(y=y, yOffset=offset, x=alt.X("gib:Q", title=x_title, scale=scale), text="text:N")
@@ -198,12 +208,12 @@ def holdings(breakdown: pl.DataFrame) -> Figure:
         "holdings",
         "What holds the peak under each recompute choice, in GiB: estimated and traced by category, published as the "
         "total it was published as. Numbers in the bars are those of the legend.",
-        layered([bars, numbers, labels], rows, "What holds the peak", rows_height(rows)),
+        layered([bars, numbers, labels], rows, "Memory at the peak, by what holds it", rows_height(rows)),
     )
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """A scale from zero over all values, with room for their labels."""
+    """A scale from zero over all values; room on the left for the labels of negative ones."""
     low, high = min([0.0, *values]), max([0.0, *values])
     room = (high - low or 1.0) * 0.15
-    return (low - room if low < 0 else 0.0), high + room
+    return (low - room if low < 0 else 0.0), high or room

@@ -9,6 +9,7 @@ import labkit
 from labkit.errors import InputError, WorkError
 from labkit.report.execute import execute
 from labkit.report.files import write_atomically
+from labkit.report.heading import Fact
 from labkit.report.html import render
 from labkit.report.parameters import RecomputeStudy
 
@@ -38,7 +39,8 @@ def write_report(study: Path, output: Path) -> Path:
     executed, failed = output.with_suffix(".executed.ipynb"), output.with_suffix(".failed.ipynb")
     run = execute(notebook_source("recompute_study"), parameters, failed)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"
-    heading = run.heading.model_copy(update={"facts": (*run.heading.facts, ("Report made", made))})
+    facts = (*run.heading.facts, Fact(name="Report made", value=made))
+    heading = run.heading.model_copy(update={"facts": facts})
     try:
         write_atomically(executed, nbformat.writes(run.notebook))
         write_atomically(output, render(run.notebook, heading))

@@ -20,7 +20,6 @@ import nbformat
 import yaml
 from nbconvert.filters import strip_ansi
 from nbformat import NotebookNode
-from pydantic import ValidationError
 from rich.console import Console
 
 from labkit.errors import WorkError
@@ -31,6 +30,7 @@ from labkit.workload.base import Part
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
+_MARKER = "papermill-error-cell-tag"
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ def execute(source: Path, parameters: Part, failed: Path) -> Executed:
 def convert(source: Path) -> NotebookNode:
     """The notebook of a percent script; the same script gives the same notebook, cell ids included."""
     notebook: NotebookNode = jupytext.reads(source.read_text(encoding="utf-8"), fmt="py:percent")
+    python = {"name": "python3", "language": "python", "display_name": "Python 3 (ipykernel)"}
+    notebook.metadata.setdefault("kernelspec", python)  # papermill asks for the language
     for place, cell in enumerate(notebook.cells):
         cell.id = hashlib.sha256(f"{place}:{cell.source}".encode()).hexdigest()[:12]
     return notebook
@@ -114,6 +116,8 @@ def _read(path: Path) -> NotebookNode | None:
     """The notebook as papermill last saved it; None while there is none or it is being written."""
     try:
         notebook: NotebookNode = nbformat.read(path, as_version=4)
+        # Papermill marks a failure with cells of its own, which would shift the numbers of the others.
+        notebook.cells = [cell for cell in notebook.cells if _MARKER not in cell.metadata.get("tags", ())]
     except (OSError, ValueError, nbformat.reader.NotJSONError):
         return None
     return notebook
@@ -137,9 +141,7 @@ def _problem(notebook: NotebookNode, code: int) -> str | None:
 def _last_started(notebook: NotebookNode) -> int:
     """Index of the last cell that the kernel took on."""
     started = (
-        index
-        for index, cell in enumerate(notebook.cells)
-        if cell.get("execution_count") is not None or cell.metadata.get("papermill", {}).get("status") == "running"
+        index for index, cell in enumerate(notebook.cells) if cell.metadata.get("papermill", {}).get("start_time")
     )
     return max(started, default=0)
 
@@ -149,7 +151,7 @@ def _place(notebook: NotebookNode, index: int) -> str:
     above = (
         line.strip("# ")
         for cell in notebook.cells[: index + 1]
-        if cell.cell_type == "markdown" and "papermill-error-cell-tag" not in cell.metadata.get("tags", ())
+        if cell.cell_type == "markdown"
         for line in cell.source.splitlines()
         if line.startswith("#")
     )
@@ -160,7 +162,7 @@ def _place(notebook: NotebookNode, index: int) -> str:
 def _heading(result: Path) -> Heading | None:
     try:
         return Heading.model_validate_json(result.read_bytes())
-    except (OSError, ValidationError):
+    except FileNotFoundError:
         return None
 
 

@@ -1,10 +1,10 @@
 """A chart that shows itself wherever a notebook is read: JupyterLab, an executed notebook, a labkit report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
-import polars as pl
 
 from labkit.report.theme import vega_config
 
@@ -20,28 +20,22 @@ class Figure:
     Attributes:
         name: stable identifier; names the files exported from a report.
         caption: what is drawn, in which unit, from which source; also read out by screen readers.
-        chart: the Altair chart.
+        chart: the Altair chart; its first data set is what a report's reader downloads.
+        moments: if each of that data set's rows holds a list `moments` of lists, the names of the inner values.
     """
 
     name: str
     caption: str
     chart: alt.LayerChart
+    moments: Sequence[str] = ()
 
     @property
     def spec(self) -> dict[str, Any]:
         """The Vega-Lite specification, data included."""
         spec: dict[str, Any] = self.chart.properties(description=self.caption).to_dict()
-        usermeta = {"labkit": {"name": self.name, "caption": self.caption}}
+        usermeta = {"labkit": {"name": self.name, "caption": self.caption, "moments": list(self.moments)}}
         return {**spec, "$schema": _SCHEMA, "config": vega_config("light"), "usermeta": usermeta}
 
     def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = {VEGALITE: self.spec, "text/plain": f"{self.caption} (a chart)"}
         return bundle, {VEGALITE: {"embed_options": {"actions": False, "renderer": "svg"}}}
-
-
-def csv_data(frame: pl.DataFrame) -> alt.InlineData:
-    """A frame as inline CSV: a third of the size of JSON rows, and what a report's reader downloads as it is."""
-    parse = {name: "number" if kind.is_numeric() else "string" for name, kind in frame.schema.items()}
-    return alt.InlineData(
-        values=frame.write_csv(float_precision=6), format=alt.CsvDataFormat(type="csv", parse=alt.Parse(**parse))
-    )

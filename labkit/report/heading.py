@@ -13,13 +13,20 @@ RESULT_VARIABLE = "LABKIT_NOTEBOOK_RESULT"
 """Environment variable with the path `finish` writes to; unset where a person runs the notebook."""
 
 
+class Fact(Part):
+    """One thing a reader wants to know before the figures."""
+
+    name: str
+    value: str
+
+
 class Heading(Part):
     """The title of a report with what was run, by what, when."""
 
     title: str
     description: str = ""
-    facts: Many[tuple[str, str]] = ()
-    """Name and value."""
+    facts: Many[Fact] = ()
+    """What was run, by what, when."""
 
     @classmethod
     def of_study(cls, title: str, description: str, state: str, contract: pl.DataFrame) -> Self:
@@ -33,16 +40,16 @@ class Heading(Part):
         """
         traced = contract.filter(pl.col("source") == "traced")
         published = contract.filter(pl.col("source") == "published")
-        facts = [("Traced cells", state)]
+        facts = [Fact(name="Traced cells", value=state)]
         for name, rows, column in (
             ("Traced with", traced, "versions"),
             ("Traced under", traced, "environment"),
             ("Published by", published, "origin"),
         ):
             values = [value for value in rows[column].unique(maintain_order=True).to_list() if value]
-            facts += [(name, "; ".join(values))] if values else []
+            facts += [Fact(name=name, value="; ".join(values))] if values else []
         dates = [value for value in traced["created_at"].to_list() if value]
-        facts += [("Last traced", _date(max(dates)))] if dates else []
+        facts += [Fact(name="Last traced", value=_date(max(dates)))] if dates else []
         return cls(title=title, description=" ".join(description.split()), facts=tuple(facts))
 
 

@@ -127,8 +127,8 @@ def _figure(spec: Mapping[str, Any]) -> Markup:
         _BUTTON.format(kind=kind, what=what, label=kind.upper())
         for kind, what in (("png", "image"), ("svg", "drawing"), ("csv", "data"))
     )
-    # The page sets the look of the reader's mode, so the chart's own goes.
-    bare = {key: value for key, value in spec.items() if key != "config"}
+    # The page has its own Vega-Lite and sets the look of the reader's mode.
+    bare = {key: value for key, value in spec.items() if key not in ("$schema", "config")}
     return _FIGURE.format(name=words["name"], caption=words["caption"], buttons=buttons, spec=_json(bare))
 
 

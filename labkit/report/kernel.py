@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import labkit
+
 KERNEL = "labkit"
 
 
@@ -19,9 +21,14 @@ def kernel_environment(folder: Path) -> dict[str, str]:
         "metadata": {"supported_encryption": "curve"},
     }
     (home / "kernel.json").write_text(json.dumps(description), encoding="utf-8")
-    known = os.environ.get("JUPYTER_PATH")
     return {
         **os.environ,
-        "JUPYTER_PATH": os.pathsep.join([str(folder), *([known] if known else [])]),
+        "JUPYTER_PATH": _prepended(folder, "JUPYTER_PATH"),
+        "PYTHONPATH": _prepended(Path(labkit.__file__).resolve().parent.parent, "PYTHONPATH"),  # this very labkit
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger's start-up warning is no part of a run
     }
+
+
+def _prepended(path: Path, variable: str) -> str:
+    known = os.environ.get(variable)
+    return os.pathsep.join([str(path), *([known] if known else [])])

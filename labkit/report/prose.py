@@ -38,26 +38,20 @@ def conclusion(sentences: tuple[str, ...]) -> Prose:
     return Prose(tuple(sentences), "lead")
 
 
-def caveats(cells: pl.DataFrame) -> Prose:
-    """What a reader must know before comparing: failures, missing results, idle labels, candidates not matched.
+def failures(cells: pl.DataFrame) -> Prose:
+    """Which cells have no result for a reason, and the reason.
 
     Args:
-        cells: a study's `cells` frame: candidate, source, outcome, failure, warnings, differs_in.
+        cells: a study's `cells` frame: candidate, source, outcome, failure.
     """
-    said: list[str] = []
-    words = {"oom": "ran out of memory", "failed": "failed", "missing": "has no result yet"}
-    for row in relabelled(cells, display_labels(cells["candidate"])).iter_rows(named=True):
-        name, source = row["candidate"], row["source"]
-        if row["outcome"] != "ok":
-            reason = f": {_shortened(row['failure'])}" if row["failure"] else ""
-            said.append(f"{name} ({source}) {words[row['outcome']]}{reason}.")
-        if source == "estimated" and row["warnings"]:
-            said.append(f"{name}: {row['warnings']}.")
-        if source == "estimated" and row["differs_in"]:
-            said.append(f"{name} is not matched: it also differs from the control in {row['differs_in']}.")
-    return Prose(
-        tuple(said) or ("Every candidate was traced to its end, and each of its labels does something.",), "list"
-    )
+    words = {"oom": "ran out of memory", "failed": "failed", "missing": "has no result"}
+    named = relabelled(cells, display_labels(cells["candidate"])).filter(pl.col("outcome") != "ok")
+    said = [
+        f"{row['candidate']} ({row['source']}) {words[row['outcome']]}: {_shortened(row['failure'])}."
+        for row in named.iter_rows(named=True)
+        if row["failure"]
+    ]
+    return Prose(tuple(said) or ("No cell failed.",), "list")
 
 
 def _shortened(text: str) -> str:

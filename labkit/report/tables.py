@@ -67,6 +67,7 @@ def decision(frame: pl.DataFrame) -> GT:
         .cols_align("left", columns=["candidate", "fits", "verdict"])
         .cols_align("right", columns=["rank", "step_time"])
         .tab_style(style.text(weight="600"), loc.body(rows=first))
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["candidate", "fits"]))
         .tab_style(style.css("min-width: 14em; white-space: normal"), loc.body(columns="verdict"))
     )
 
@@ -128,6 +129,7 @@ def accuracy(cells: pl.DataFrame) -> GT:
         )
         .cols_align("left", columns="candidate")
         .cols_align("right", columns=shown.columns[1:])
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns="candidate"))
     )
 
 
@@ -146,12 +148,16 @@ def asked(workload: Mapping[str, Any]) -> GT:
     )
 
 
-def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _fields(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from _fields(value)
         else:
-            yield f"{prefix}{name} {_runs(value) if isinstance(value, list) else value}"
+            yield f"{name} {_runs(value) if isinstance(value, list) else _plain(value)}"
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _runs(values: list[Any]) -> str:
@@ -172,7 +178,10 @@ def contract(frame: pl.DataFrame) -> GT:
         _labelled(frame)
         .group_by(same, maintain_order=True)
         .agg(
-            pl.col("candidate").implode().list.join("  ").alias("candidates"),
+            pl.when(pl.len() == frame["candidate"].n_unique())
+            .then(pl.lit("all"))
+            .otherwise(pl.col("candidate").implode().list.join("; "))
+            .alias("candidates"),
             pl.col("created_at").filter(pl.col("created_at") != "").max().alias("latest"),
             pl.col("wall_seconds").sum().alias("seconds"),
         )
@@ -181,7 +190,7 @@ def contract(frame: pl.DataFrame) -> GT:
             "candidates",
             pl.col("outcome").replace(_OUTCOMES),
             pl.col("origin").replace("", _NONE),
-            "latest",
+            pl.col("latest").str.slice(0, 16).str.replace("T", " "),
             pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),
             "steady_iterations",
             pl.col("versions").replace("", _NONE),
@@ -205,6 +214,7 @@ def contract(frame: pl.DataFrame) -> GT:
         )
         .cols_align("left", columns=["source", "candidates", "outcome", "origin", "latest", "versions", "environment"])
         .cols_align("right", columns=["seconds", "steady_iterations"])
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "latest"]))
         .tab_style(
             style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"),
             loc.body(columns=["candidates", "origin", "versions", "environment"]),

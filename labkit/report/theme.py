@@ -121,6 +121,7 @@ def vega_config(mode: Mode) -> dict[str, Any]:
             "domainColor": palette.line,
             "tickColor": palette.line,
             "labelLimit": 170,
+            "labelOverlap": "greedy",
         },
         "axisY": {"labelColor": palette.ink},
         "legend": {
@@ -131,6 +132,7 @@ def vega_config(mode: Mode) -> dict[str, Any]:
             "titleFontWeight": "normal",
             "labelLimit": 200,
             "symbolStrokeWidth": 1.5,
+            "columns": 3,
         },
         "style": {
             "note": {"color": palette.muted, "fontSize": 11},

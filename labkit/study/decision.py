@@ -85,6 +85,7 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
         row["verdict"] = _unfinished(row) if choice is None else choice.verdict
         if row["differs_in"]:
             row["verdict"] += f"; not matched, also changes {row['differs_in']}"
+    said += [f"{warnings}." for warnings in dict.fromkeys(row["warnings"] for row in rows) if warnings]
     said += _alike((row["candidate"], row["verdict"]) for row in rows if row["outcome"] != "ok" or row["differs_in"])
     return Decision(_frame(rows), tuple(said))
 
@@ -110,6 +111,7 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
                 "replay_seconds": estimated["replay_seconds"],
                 "replay_flops": estimated["replay_flops"],
                 "differs_in": traced["differs_in"],
+                "warnings": traced["warnings"],
             }
         )
     before = next(row["step_time_ms"] for row in rows if row["is_control"])
@@ -176,10 +178,10 @@ def _by_efficiency(choices: Sequence[_Choice]) -> list[str]:
     for choice in candidates:
         better = [other for other in savers if _undercuts(other, choice, margin)]
         if choice not in savers:
-            choice.verdict = "raises the peak" if choice.saved < -margin else "saves next to nothing"
+            choice.verdict = "a higher peak than the control's" if choice.saved < -margin else "next to nothing saved"
         elif better:
             cheapest = min(better, key=lambda other: other.cost)
-            choice.verdict = f"costs more than {cheapest.label} and ends no lower"
+            choice.verdict = f"dearer than {cheapest.label} and not materially lower"
     front = [choice for choice in savers if not choice.verdict]
     if not front:
         said = f"No choice lowers the control's peak of {_gib(control.peak)} by more than {MATERIAL:.1%}."
@@ -188,7 +190,7 @@ def _by_efficiency(choices: Sequence[_Choice]) -> list[str]:
     best = front[0]
     for position, choice in enumerate(front):
         choice.rank = position + 1
-        choice.verdict = "try first" if choice is best else f"saves less per second than {best.label}"
+        choice.verdict = "try first" if choice is best else f"fewer bytes saved per second than {best.label}"
     return [
         f"Try {best.label} first: it lowers the traced peak from {_gib(control.peak)} to {_gib(best.peak)} "
         f"(-{_gib(best.saved)}) for {best.price}.",

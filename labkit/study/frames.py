@@ -11,6 +11,7 @@ import polars as pl
 
 from labkit.drivers.contract import Measurement
 from labkit.ledger import Ledger
+from labkit.study.status import reason
 from labkit.summary import CATEGORIES, Result, category
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ CELLS = {
     "error_vs_published": pl.Float64,
 }
 """`differs_in`: fields outside the recompute choice in which a candidate differs from the control, so that it is not
-matched; null if none. `warnings`: what the rules say does nothing. `saved_bytes`: the control's peak less its own, both
-of one source; `error_vs_published`: (own peak - published peak) / published peak."""
+matched; null if none. `warnings`: why some of its choices do nothing. `saved_bytes`: the control's peak less its own,
+both of one source. `error_vs_published`: (own peak - published peak) / published peak."""
 
 BREAKDOWN = {"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64}
 TIMELINE = {
@@ -71,12 +72,12 @@ def cells(results: "Results") -> pl.DataFrame:
     rows: list[dict[str, Any]] = []
     for result in results.candidates:
         candidate = result.candidate
-        warnings = result.estimate.summary.warnings
+        idle = [finding.reason for finding in candidate.workload.findings if finding.severity == "warning"]
         common = {
             "candidate": candidate.label,
             "is_control": candidate.is_control,
             "differs_in": ", ".join(candidate.differs_in) or None,
-            "warnings": "; ".join(warnings) or None,
+            "warnings": "; ".join(idle) or None,
         }
         rows.append({**common, "source": "estimated", "outcome": "ok", **_held(result.estimate), **_replay(result)})
         rows.append({**common, "source": "traced", **_traced(result)})
@@ -93,7 +94,7 @@ def cells(results: "Results") -> pl.DataFrame:
             saved_bytes=pl.col("control_bytes") - peak,
             error_vs_published=pl.when(pl.col("source") != "published").then(peak / pl.col("published_bytes") - 1),
         )
-        .select(CELLS)
+        .select(*CELLS)
     )
 
 
@@ -125,8 +126,7 @@ def _traced(result: "CandidateResult") -> dict[str, Any]:
     if result.traced is not None:
         return {"outcome": "ok", **_held(result.traced)}
     if result.measurement is not None and result.measurement.failure is not None:
-        failure = result.measurement.failure
-        return {"outcome": result.measurement.outcome, "failure": f"{failure.phase}: {failure.message}"}
+        return {"outcome": result.measurement.outcome, "failure": reason(result.measurement.failure)}
     return {"outcome": "missing", "failure": result.status.detail or None}
 
 
@@ -184,7 +184,7 @@ class _Profile:
         steady = ledger.steady_iteration()
         self._phases = [moment for moment in ledger.moments if moment.iteration == steady]
         first = self._phases[0].clock
-        changes: dict[int, Counter[str]] = {first: Counter()}
+        changes: dict[int, Counter[str]] = {moment.clock: Counter() for moment in self._phases}
         for row in ledger.rows:
             if row.dies is not None and row.dies <= first:
                 continue

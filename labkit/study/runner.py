@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -20,7 +21,7 @@ from labkit.study.store import Claim, DamagedCellError, Store, Stored
 from labkit.workload import Workload
 
 _POLL_SECONDS = 0.1
-"""How often a worker looks whether a cell that another process is making has been made."""
+"""How often a worker looks whether a cell that another process is making has been made, and how soon Ctrl-C is seen."""
 
 
 class Cell(NamedTuple):
@@ -100,25 +101,20 @@ def run_cells(
         WorkError: the store cannot be written.
         KeyboardInterrupt: the user interrupted; every cell that was finished is stored.
     """
+    store.sweep()
     run = _Run(cells, store, driver, force, on_event)
-    threads = [threading.Thread(target=run.work, name=f"labkit-cell-{n}", daemon=True) for n in range(workers)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():  # a join without timeout would not see Ctrl-C
-                thread.join(timeout=0.2)
-                if run.error is not None and not run.stopped.is_set():
-                    run.stopped.set()
-                    abort()
-    except KeyboardInterrupt:
-        run.stopped.set()
-        abort()
-        for thread in threads:
-            thread.join()
-        raise
-    if run.error is not None:
-        raise run.error
+    with ThreadPoolExecutor(workers, thread_name_prefix="labkit-cell") as pool:
+        try:
+            running = {pool.submit(run.work) for _ in range(workers)}
+            while running:
+                # Not without a timeout: a signal that another thread happens to receive would not wake this one.
+                ended, running = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in ended:
+                    future.result()
+        except BaseException:
+            run.stopped.set()
+            abort()
+            raise
     return run.results
 
 
@@ -134,26 +130,26 @@ class _Run:
         self.force = force
         self.results: dict[Cell, Stored] = {}
         self.stopped = threading.Event()
-        self.error: Exception | None = None
         self._listener = on_event
         self._lock = threading.Lock()
 
     def work(self) -> None:
-        """Take cells until none is left."""
-        try:
-            while not self.stopped.is_set() and self.error is None:
-                try:
-                    cell = self.waiting.popleft()
-                except IndexError:
-                    return
-                with self.store.claim(cell.key) as claim:
-                    if claim is not None:
-                        self._make(cell, claim)
-                        continue
-                self.waiting.append(cell)
-                time.sleep(_POLL_SECONDS)
-        except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
-            self.error = error
+        """Take cells until none is left.
+
+        Raises:
+            WorkError: the store cannot be written.
+        """
+        while not self.stopped.is_set():
+            try:
+                cell = self.waiting.popleft()
+            except IndexError:
+                return
+            with self.store.claim(cell.key) as claim:
+                if claim is not None:
+                    self._make(cell, claim)
+                    continue
+            self.waiting.append(cell)
+            time.sleep(_POLL_SECONDS)
 
     def _tell(self, kind: EventKind, cell: Cell, detail: str = "") -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from html import escape
 from typing import TYPE_CHECKING, Literal
 
-from labkit.drivers.contract import DriverName
+from labkit.drivers.contract import DriverName, Failure
 from labkit.study.runner import Cell
 from labkit.study.store import DamagedCellError, Store, Stored
 from labkit.workload.base import Many, Part
@@ -86,7 +86,7 @@ class StudyStatus(Part):
         )
 
 
-def inspect(cell: Cell, store: Store) -> tuple[CellStatus, Stored | None]:
+def examine(cell: Cell, store: Store) -> tuple[CellStatus, Stored | None]:
     """The state of one cell, and its result where there is one that can be trusted."""
     state, detail, stored = _state(cell, store)
     status = CellStatus(
@@ -109,7 +109,7 @@ def _state(cell: Cell, store: Store) -> tuple[State, str, Stored | None]:
         failure = stored.measurement.failure
         if failure is None:
             return "done", "", stored
-        return "failed", f"{failure.phase}: {failure.message}", stored
+        return "failed", reason(failure), stored
     if store.is_claimed(cell.key):
         return "running", "", None
     for other in store.others(cell.key):
@@ -118,6 +118,11 @@ def _state(cell: Cell, store: Store) -> tuple[State, str, Stored | None]:
         made = ", ".join(f"{name} {_short(other.versions.get(name))}" for name in changed)
         return "stale", f"made by {made}", None
     return "missing", "", None
+
+
+def reason(failure: Failure) -> str:
+    """A failure in words, with the phase it happened in."""
+    return failure.message if failure.phase in failure.message else f"{failure.message} (in {failure.phase})"
 
 
 def _short(version: str | None) -> str:

@@ -3,11 +3,12 @@
 A cell file `<sha256>.zip` holds `cell.json` (its key, its measurement and the ledger's moments) and, where the cell
 passed, `ledger.parquet` (every row). It appears whole or not at all: it is written as `<sha256>.part`, flushed, and
 renamed. The `.part` file is also the claim on the cell: whoever holds its `flock` is making it. The claim of a killed
-process lapses with the process, so what it leaves behind is taken over by the next, and nothing piles up.
+process lapses with the process, and the next run takes over or removes what it left behind.
 
 A file that passed is never written again; one that records a failure is replaced by the next run.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -17,7 +18,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -97,6 +97,13 @@ class Store:
                 found.append(header.measurement)
         return sorted(found, key=lambda measurement: measurement.created_at, reverse=True)
 
+    def sweep(self) -> None:
+        """Remove what killed processes left behind, of whatever cell."""
+        for path in self.directory.glob("*.part"):
+            with contextlib.suppress(OSError), path.open("rb") as part:
+                if _lock(part, fcntl.LOCK_EX) and _is_same_file(part, path):
+                    path.unlink()
+
     def is_claimed(self, key: CellKey) -> bool:
         """Some process is making this cell now."""
         try:
@@ -105,7 +112,7 @@ class Store:
         except OSError:
             return False
 
-    @contextmanager
+    @contextlib.contextmanager
     def claim(self, key: CellKey) -> Iterator["Claim | None"]:
         """The sole right to make a cell while the block runs; None if another process or thread has it.
 

@@ -1,17 +1,21 @@
 """`Study`: a question with its results; running it makes the missing ones."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labkit.drivers.contract import CellKey
 from labkit.errors import InputError
 from labkit.study.matrix import Matrix
 from labkit.study.results import CandidateResult, Results
 from labkit.study.runner import Cell, Driver, Event, run_cells
-from labkit.study.status import StudyStatus, inspect
-from labkit.study.store import Store
+from labkit.study.status import StudyStatus, examine
+from labkit.study.store import Store, Stored
+
+if TYPE_CHECKING:
+    from labkit.drivers.trace.driver import Trace
 
 
 class Study:
@@ -81,7 +85,7 @@ class Study:
             on_event: Called with each `labkit.study.runner.Event`; by default progress shows in a terminal.
 
         Returns:
-            The state of every cell afterwards.
+            The state of the chosen cells afterwards.
 
         Raises:
             InputError: an unknown label, or fewer than one worker.
@@ -94,7 +98,7 @@ class Study:
             raise InputError(f"workers: {workers} cannot run anything; use 1 or more")
         chosen = {self.matrix.chosen(label).label for label in only}
         cells = [cell for cell in self.cells if not chosen or cell.candidate.label in chosen]
-        missing = [cell for cell in cells if force or inspect(cell, self.store)[0].state != "done"]
+        missing = [cell for cell in cells if force or examine(cell, self.store)[0].state != "done"]
         if missing:
             with ExitStack() as stack:
                 if on_event is None:
@@ -114,25 +118,27 @@ class Study:
                     on_event=on_event,
                     abort=stack.close,
                 )
-        return self.status()
+        return self._status(cells)
 
     def status(self) -> StudyStatus:
         """The state of every cell; reads and verifies each file, writes nothing."""
+        return self._status(self.cells)
+
+    def _status(self, cells: Iterable[Cell]) -> StudyStatus:
         return StudyStatus(
             study=self.name,
             title=self.matrix.title,
             store=str(self.store.directory),
-            cells=tuple(inspect(cell, self.store)[0] for cell in self.cells),
+            cells=tuple(examine(cell, self.store)[0] for cell in cells),
         )
 
     def results(self) -> Results:
         """What is known now: estimates made on the spot, traced results from the store, published figures."""
-        from labkit.drivers.trace.driver import Trace
         from labkit.memory.estimate import estimate
 
         known = []
         for cell in self.cells:
-            status, stored = inspect(cell, self.store)
+            status, stored = examine(cell, self.store)
             workload, published = cell.candidate.workload, self.matrix.published
             known.append(
                 CandidateResult(
@@ -140,9 +146,7 @@ class Study:
                     estimate=estimate(workload),
                     status=status,
                     measurement=None if stored is None else stored.measurement,
-                    traced=None
-                    if stored is None or stored.ledger is None
-                    else Trace(stored.measurement, stored.ledger),
+                    traced=None if stored is None else _traced(stored),
                     published=None if published is None else published.measurement(workload),
                 )
             )
@@ -158,7 +162,24 @@ class Study:
         return self.status()._repr_html_()
 
 
+def _traced(stored: Stored) -> "Trace | None":
+    """The trace a cell file holds, as its driver handed it over; None if it did not pass."""
+    from labkit.drivers.trace.driver import Trace
+
+    worst = stored.measurement.worst_rank
+    if stored.ledger is None or worst is None:
+        return None
+    reserved = [phase.peak_reserved_bytes for phase in worst.phases if phase.peak_reserved_bytes is not None]
+    return Trace(
+        stored.measurement.workload,
+        stored.ledger,
+        rank=worst.rank,
+        peak_reserved_bytes=max(reserved, default=None),
+        measurement=stored.measurement,
+    )
+
+
 def _default_store(path: Path, name: str) -> Path:
-    folder = path.parent
-    home = folder.parent if folder.resolve().name == "studies" else folder
+    folder = path.resolve().parent
+    home = folder.parent if folder.name == "studies" else folder
     return home / "results" / name

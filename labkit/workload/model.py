@@ -78,6 +78,7 @@ class Model(Part):
             return ("dense",) * self.num_layers
         frequency = moe.moe_layer_freq
         if isinstance(frequency, int):
-            frequency = tuple(0 if layer % frequency else 1 for layer in range(self.num_layers))
-        kinds: dict[int, MlpKind] = {0: "dense", 1: "moe"}
-        return tuple(kinds[flag] for flag in frequency)
+            flags = [layer % frequency == 0 for layer in range(self.num_layers)]
+        else:
+            flags = [flag == 1 for flag in frequency]
+        return tuple("moe" if flag else "dense" for flag in flags)

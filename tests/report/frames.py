@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from labkit.study.frames import BREAKDOWN, CELLS, CONTRACT, PEAKS, TIMELINE
 from labkit.workload.gpu import MIB
 
 PUBLISHED = {
@@ -29,7 +30,7 @@ def cells(failures: dict[str, tuple[str, str]] | None = None) -> pl.DataFrame:
             if source == "published" and published is None:
                 continue
             peak = round((published or 36e9) * factor) if outcome == "ok" else None
-            control.setdefault(source, peak)
+            base = control.setdefault(source, peak)
             rows.append(
                 {
                     "candidate": candidate,
@@ -48,13 +49,15 @@ def cells(failures: dict[str, tuple[str, str]] | None = None) -> pl.DataFrame:
                     "replay_flops": 10**12 if source == "estimated" else None,
                     "replay_hbm_bytes": 10**10 if source == "estimated" else None,
                     "replay_seconds": 0.0051 if source == "estimated" else None,
-                    "saved_bytes": None if peak is None else control[source] - peak,
+                    "differs_in": None,
+                    "warnings": None,
+                    "saved_bytes": None if peak is None or base is None else base - peak,
                     "error_vs_published": None
                     if source == "published" or peak is None or published is None
                     else peak / published - 1,
                 }
             )
-    return pl.DataFrame(rows, infer_schema_length=None)
+    return pl.DataFrame(rows, schema=CELLS)
 
 
 def breakdown(of: pl.DataFrame) -> pl.DataFrame:
@@ -73,7 +76,7 @@ def breakdown(of: pl.DataFrame) -> pl.DataFrame:
             {"candidate": row["candidate"], "source": row["source"], "category": category, "bytes": nbytes}
             for category, nbytes in parts.items()
         ]
-    return pl.DataFrame(rows)
+    return pl.DataFrame(rows, schema=BREAKDOWN)
 
 
 def timeline(of: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -120,7 +123,7 @@ def timeline(of: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
                         }
                     )
                 clock += 1
-    return pl.DataFrame(rows), pl.DataFrame(peaks)
+    return pl.DataFrame(rows, schema=TIMELINE), pl.DataFrame(peaks, schema=PEAKS)
 
 
 def decision(of: pl.DataFrame) -> pl.DataFrame:
@@ -151,3 +154,30 @@ def decision(of: pl.DataFrame) -> pl.DataFrame:
             }
         )
     return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def contract() -> pl.DataFrame:
+    """The `contract` frame."""
+    traced = {
+        "source": "traced",
+        "outcome": "ok",
+        "origin": "labkit trace",
+        "created_at": "2026-08-02T10:11:12+00:00",
+        "wall_seconds": 11.5,
+        "steady_iterations": 1,
+        "versions": "labkit 0.1.0, megatron-core 0.19.2, transformer-engine 2.20.2, torch 2.14.1",
+        "environment": "allocator default, routing balanced",
+    }
+    published = traced | {
+        "source": "published",
+        "origin": "NVIDIA, H100 80GB",
+        "created_at": "",
+        "wall_seconds": None,
+        "steady_iterations": 10,
+        "versions": "",
+        "environment": "",
+    }
+    return pl.DataFrame(
+        [{"candidate": candidate, **figures} for figures in (traced, published) for candidate in PUBLISHED],
+        schema=CONTRACT,
+    )

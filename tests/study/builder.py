@@ -1,7 +1,7 @@
 """A small workload, and a driver that fills the contract without torch, for tests of what surrounds drivers."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.drivers.contract import CellKey, Measurement, PhasePeak, RankRecord
 from labkit.ledger import Ledger, Moment, Row
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     ledger: Ledger
 
 
-def row(name: str, nbytes: int, born: int, dies: int | None, **fields: object) -> Row:
+def row(name: str, nbytes: int, born: int, dies: int | None, **fields: Any) -> Row:
     """A ledger row with blocks as large as its tensor unless `fields` says otherwise."""
     row = Row(
         rank=0,

@@ -1,5 +1,6 @@
 """What to try first follows from the figures, and the sentences say why."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -20,7 +21,7 @@ MOONLIGHT = [
 ]
 
 
-def frame(rows: list[tuple[str, float, str, float | None, float]], **changes: dict[str, Any]) -> pl.DataFrame:
+def frame(rows: Sequence[tuple[str, float, str, float | None, float]], **changes: dict[str, Any]) -> pl.DataFrame:
     """`cells` with three sources; `changes` overrides the traced row of a label (brackets left out)."""
     control = rows[0][1]
     cells = []
@@ -51,8 +52,8 @@ def test_moonlight_tries_moe_act_first_and_says_why() -> None:
     assert decision.sentences == (
         "Try [moe_act] first: it lowers the traced peak from 33.81 GiB to 33.23 GiB (-0.58 GiB) for 9.1 ms a step "
         "(+2.0%, published step time).",
-        "[core_attn]: saves next to nothing.",
-        "[mla_up_proj], [mla_up_proj, mlp] and [layernorm, moe_act]: costs more than [moe_act] and ends no lower.",
+        "[core_attn]: next to nothing saved.",
+        "[mla_up_proj], [mla_up_proj, mlp] and [layernorm, moe_act]: dearer than [moe_act] and not materially lower.",
         "All 4 choices that save end on a floor: the optimizer step, in which no activation is alive, holds the peak; "
         "more labels will not lower it.",
         "Every traced choice, the control included, fits H100 (79.10 GiB).",
@@ -82,7 +83,7 @@ def test_front_is_ranked_by_bytes_saved_per_second() -> None:
     ]
     decision = decide(frame(rows), H100)
     assert ranks(decision) == {"[cheap]": 1, "[large]": 2}
-    assert verdict(decision, "[silly]") == "costs more than [cheap] and ends no lower"
+    assert verdict(decision, "[silly]") == "dearer than [cheap] and not materially lower"
     assert "floor" not in " ".join(decision.sentences)
 
 
@@ -143,6 +144,11 @@ def test_failed_missing_and_unmatched_candidates_are_named() -> None:
     assert verdict(decision, "[mla_up_proj]") == "not traced"
     assert verdict(decision, "[moe_act]") == "try first; not matched, also changes batch.seq_length"
     assert "[mla_up_proj]: not traced." in decision.sentences
+
+
+def test_labels_that_do_nothing_are_named_with_the_reason() -> None:
+    decision = decide(frame(MOONLIGHT, core_attn={"warnings": "core_attn saves nothing: attention is fused"}), H100)
+    assert "core_attn saves nothing: attention is fused." in decision.sentences
 
 
 def test_missing_control_compares_nothing() -> None:

@@ -1,15 +1,17 @@
 """A run killed at any moment, two at once, a full disk: what is visible is whole, the next run finishes the rest."""
 
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from labkit.study.status import inspect
+from labkit.study.status import examine
 from labkit.study.store import Store
 from tests.study.builder import cell
 
@@ -52,8 +54,10 @@ except LabkitError as error:
 """
 
 
-def start(store: Store, log: Path, seconds: float = 0.05, largest: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN, str(store.directory), str(log), str(seconds), str(largest)]
+def start(
+    store: Store, log: Path, seconds: float = 0.05, largest: int = 0, prefix: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", RUN, str(store.directory), str(log), str(seconds), str(largest)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -62,7 +66,7 @@ def visible(store: Store) -> list[Path]:
 
 
 def states(store: Store) -> list[str]:
-    return [inspect(cell, store)[0].state for cell in CELLS]
+    return [examine(cell, store)[0].state for cell in CELLS]
 
 
 @pytest.fixture
@@ -112,6 +116,32 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(store: Store, tmp_path: Pa
     assert "cannot be written (File too large); choose another store" in stderr
     assert len(stderr.strip().splitlines()) == 1
     assert list(store.directory.iterdir()) == []
+
+
+def test_store_that_may_not_be_written_is_one_sentence(store: Store, tmp_path: Path) -> None:
+    store.directory.mkdir()
+    store.directory.chmod(0o555)
+    # Root may write everywhere unless it gives that right up.
+    prefix = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
+    if subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this root cannot give up its right to write everywhere")
+    process = start(store, tmp_path / "log", prefix=prefix)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.strip().endswith("cannot be written (Permission denied); choose another store")
+    assert list(store.directory.iterdir()) == []
+    assert not (tmp_path / "log").exists()
+
+
+def test_interrupt_ends_the_cells_in_progress_and_keeps_the_finished(store: Store, tmp_path: Path) -> None:
+    process = start(store, tmp_path / "log", seconds=0.3)
+    while not visible(store):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in stderr
+    assert set(states(store)) == {"done", "missing"}
+    assert visible(store) == sorted(store.directory.iterdir())
 
 
 def test_disk_that_filled_up_later_does_not_harm_what_was_there(store: Store, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A study file becomes workloads that can run, or one sentence on what is wrong with it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tests.study.builder import SMALL
 MOONLIGHT = data_directory() / "studies" / "moonlight-16b.yaml"
 
 
+type Load = Callable[..., Matrix]
+
+
 def study(**changes: Any) -> dict[str, Any]:
     return {
         "name": "small",
@@ -26,7 +30,7 @@ def study(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def load(tmp_path: Path):  # noqa: ANN201 (a local helper)
+def load(tmp_path: Path) -> Load:
     def loaded(**changes: Any) -> Matrix:
         path = tmp_path / "study.yaml"
         path.write_text(yaml.safe_dump(study(**changes)))
@@ -61,21 +65,21 @@ def test_moonlight_has_six_matched_cells_with_published_figures() -> None:
     assert (matrix.limit.name, matrix.limit.stated) == ("NVIDIA H100 80GB HBM3", False)
 
 
-def test_override_keeps_what_it_does_not_name(load) -> None:  # noqa: ANN001
+def test_override_keeps_what_it_does_not_name(load: Load) -> None:
     matrix = load(candidates=[{"recompute": {"recompute_modules": ["moe_act"]}}])
     control, candidate = matrix.candidates
     assert candidate.workload.recompute.recompute_granularity == "selective"
     assert candidate.workload.model == control.workload.model
 
 
-def test_candidate_that_changes_more_than_recompute_is_marked(load) -> None:  # noqa: ANN001
+def test_candidate_that_changes_more_than_recompute_is_marked(load: Load) -> None:
     override = {"recompute": {"recompute_modules": ["moe_act"]}, "batch": {"seq_length": 256}}
     (_, candidate) = load(candidates=[override]).candidates
     assert candidate.label == "[moe_act], seq_length=256"
     assert candidate.differs_in == ("batch.seq_length",)
 
 
-def test_full_recompute_can_be_a_candidate_of_a_selective_base(load) -> None:  # noqa: ANN001
+def test_full_recompute_can_be_a_candidate_of_a_selective_base(load: Load) -> None:
     full = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -85,7 +89,7 @@ def test_full_recompute_can_be_a_candidate_of_a_selective_base(load) -> None:  #
     assert load(candidates=[{"recompute": full}]).candidates[1].label == "full uniform 1"
 
 
-def test_base_is_a_mapping_a_path_or_a_name(load, tmp_path: Path) -> None:  # noqa: ANN001
+def test_base_is_a_mapping_a_path_or_a_name(load: Load, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(SMALL))
     assert load().control.workload == load(base="base.yaml").control.workload
     assert load(base="moonlight-16b").control.workload.model.num_layers == 27
@@ -118,7 +122,7 @@ def test_base_is_a_mapping_a_path_or_a_name(load, tmp_path: Path) -> None:  # no
         ({"target": {"gpu": "h100-80"}}, "unknown GPU 'h100-80'; did you mean 'h100-80gb'"),
     ],
 )
-def test_wrong_study_is_one_sentence(load, changes: dict[str, Any], sentence: str) -> None:  # noqa: ANN001
+def test_wrong_study_is_one_sentence(load: Load, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence) as caught:
         load(**changes)
     assert "study.yaml" in str(caught.value) or "nowhere.yaml" in str(caught.value)
@@ -143,6 +147,6 @@ def test_candidate_is_found_by_label_or_bare_modules() -> None:
         matrix.chosen("[moe_act, mlp]")
 
 
-def test_target_replaces_the_gpus_memory(load) -> None:  # noqa: ANN001
+def test_target_replaces_the_gpus_memory(load: Load) -> None:
     assert load(target={"peak_allocated_bytes": 10**9}).limit[1:] == (10**9, True)
     assert load(target={"gpu": "h200-141gb"}).limit.name == "NVIDIA H200"

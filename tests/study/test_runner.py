@@ -9,7 +9,7 @@ import pytest
 
 from labkit.errors import WorkError
 from labkit.study.runner import Cell, Driver, Event, EventKind, run_cells
-from labkit.study.status import inspect
+from labkit.study.status import examine
 from labkit.study.store import Store, Stored
 from labkit.workload import Workload
 from tests.study.builder import Measured, cell, instant
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def state(cell: Cell, store: Store) -> str:
-    return inspect(cell, store)[0].state
+    return examine(cell, store)[0].state
 
 
 def test_empty_store_is_filled_and_a_full_one_left_alone(store: Store) -> None:
@@ -175,5 +175,5 @@ def test_store_failure_ends_the_run(tmp_path: Path) -> None:
 def test_stale_result_names_the_version_that_changed(store: Store) -> None:
     Recorder().run(store, CELLS[:1])
     newer = cell(control=True, versions=(("labkit", "0.1.0"), ("megatron-core", "0.20.0")))
-    status, stored = inspect(newer, store)
+    status, stored = examine(newer, store)
     assert (status.state, status.detail, stored) == ("stale", "made by megatron-core 0.19.2", None)

@@ -206,6 +206,18 @@ def test_part_file_of_a_killed_writer_is_taken_over(store: Store) -> None:
     assert list(store.directory.iterdir()) == [path]
 
 
+def test_what_killed_writers_left_is_removed_and_what_is_being_made_is_not(store: Store) -> None:
+    left = store.path(cell("moe_act").key).with_suffix(".part")
+    with store.claim(CELL.key) as claim:
+        assert claim is not None
+        left.write_bytes(b"half a result")
+        store.sweep()
+        assert not left.exists()
+        assert store.is_claimed(CELL.key)
+        claim.commit(*MEASURED)
+    assert store.read(CELL.key) is not None
+
+
 def test_result_replaces_a_damaged_one(store: Store) -> None:
     path = put(store)
     path.write_bytes(b"broken")

@@ -1,7 +1,8 @@
 """The face of `torch.cuda` on a machine without a GPU: one H100 or H200 that runs nothing.
 
-Fake tensors live on the fake device "cpu": autograd's engine would need a CUDA driver for "cuda" tensors. So every
-request for a CUDA device is answered with the CPU, and every question about the device with the GPU's answer.
+Device tensors are meta tensors (autograd's engine would need a CUDA driver for real or fake "cuda" ones), host
+tensors are real. So every request for a tensor on CUDA is answered with a meta tensor, which says that it lies on
+`cuda:0`, and every question about the device with the GPU's answer.
 """
 
 import contextlib
@@ -10,20 +11,19 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from torch._subclasses import fake_impls, fake_tensor
 from torch.overrides import TorchFunctionMode
 
 from labkit.drivers.trace.patches import NOTHING, Replacement
-from labkit.drivers.trace.tracker import StorageTracker
 from labkit.workload.gpu import Gpu
 
-HOST = torch.device("cpu")
+META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
 
 
 class Stream:
     """Stands for every stream and event: all work is done the moment it is issued."""
 
-    device = HOST
+    device = CUDA
     cuda_stream = 0
     stream_id = 0
     priority = 0
@@ -62,12 +62,6 @@ class _Device(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
-
-
 def _factory(dtype: torch.dtype) -> type:
     """`torch.cuda.FloatTensor([1.0])` and its like."""
 
@@ -77,69 +71,40 @@ def _factory(dtype: torch.dtype) -> type:
     return type(f"{dtype}Tensor", (), {"__new__": new})
 
 
-class CudaAsCpu(TorchFunctionMode):
-    """Answers requests for tensors on CUDA with the fake CPU device, and tells the tracker what lies on the host.
-
-    A new tensor lies on the host if no device, "cpu" or pinned memory is asked for, or if it is copied there; from
-    there it comes to the device by a copy, as on a GPU.
-    """
-
-    _FACTORIES = frozenset(
-        (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn)
-    )
-
-    def __init__(self, tracker: StorageTracker) -> None:
-        super().__init__()
-        self.tracker = tracker
+class CudaAsMeta(TorchFunctionMode):
+    """Answers requests for tensors on CUDA with meta tensors, and pins no host memory."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.Tensor.tolist and getattr(args[0], "constant", None) is not None:
-            with torch._C._DisableTorchDispatch():
-                return args[0].constant.tolist()
+        if function is torch.device:
+            return function(*args, **kwargs)
         if function is torch.Tensor.cuda:
-            return self._on_device(args[0])
-        if function is torch.Tensor.cpu:
-            with self.tracker.host():
-                return args[0].clone()
+            return args[0].to(META)
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
-        pinned = kwargs.pop("pin_memory", False)
-        if function in self._FACTORIES and (pinned or device is None or device == "cpu"):
-            with self.tracker.host():
-                return function(*args, **kwargs)
-        on_cuda = _is_cuda(device) or type(device) is int
-        if on_cuda:
-            kwargs["device"] = HOST
-        if any(map(_is_cuda, args)):
-            on_cuda = True
-            args = tuple(HOST if _is_cuda(argument) else argument for argument in args)
-        result = function(*args, **kwargs)
-        return self._on_device(result) if on_cuda and function is torch.Tensor.to else result
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self.tracker.on_host(tensor) else tensor
+        if _is_cuda(device) or type(device) is int:
+            kwargs["device"] = META
+        return function(*(META if _is_cuda(argument) else argument for argument in args), **kwargs)
 
 
-def _apply(self: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` as it treats real tensors: a converted parameter is the same object with new data.
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
 
-    Fake ones it would swap, which a weak reference (the tracker's, FakeTensorMode's own) forbids.
-    """
-    if recurse:
-        for child in self.children():
-            child._apply(convert)
-    for parameter in self._parameters.values():
-        if parameter is not None:
-            with torch.no_grad():
-                converted = convert(parameter)
-            if converted is not parameter:
-                parameter.data = converted
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = convert(buffer)
-    return self
+
+_true_device: Any = torch._C.TensorBase.device  # type: ignore[attr-defined]
+
+
+def _reported_device(tensor: torch.Tensor) -> torch.device:
+    """`Tensor.device` as the program sees it: operators (inside which no mode is active) see the truth."""
+    with torch._C.DisableTorchFunction():
+        device: torch.device = _true_device.__get__(tensor)
+    return CUDA if device.type == "meta" and torch._C._len_torch_dispatch_stack() else device
 
 
 _TYPE_NAMES = {
@@ -153,7 +118,7 @@ _TYPE_NAMES = {
 
 def _tensor_type(original: Any) -> Callable[..., Any]:
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if args or kwargs else _TYPE_NAMES[self.dtype]
+        return original(self, *args, **kwargs) if args or kwargs or not self.is_meta else _TYPE_NAMES[self.dtype]
 
     return type_
 
@@ -212,19 +177,12 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     ):
         yield Replacement(torch.cuda, name, _factory(dtype), "one tensor of the data")
     yield Replacement(
-        fake_impls.op_implementations_dict,
-        torch.ops.aten._local_scalar_dense.default,
-        _read_scalar,
-        "nothing: the value is copied to the host",
-    )
-    yield Replacement(fake_tensor, "CONSTANT_NUMEL_LIMIT", 4096, "nothing: host constants (row counts) keep their values")
-    yield Replacement(
         torch, "compile", _eager, "what is alive at the end of a compiled region; eager code may hold more inside it"
     )
     # A function mode is off while it handles a call, and so would be all through a backward it had handled.
     yield Replacement(torch.autograd, "has_torch_function", _always(False), NOTHING)
-    yield Replacement(torch.nn.Module, "_apply", _apply, "the converted tensors")
-    yield Replacement(torch.Tensor, "is_cuda", property(_always(True)), NOTHING)
+    yield Replacement(torch.Tensor, "device", property(_reported_device), NOTHING)
+    yield Replacement(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), NOTHING)
     yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
     yield Replacement(torch.Tensor, "record_stream", _always(None), "nothing: it delays the reuse of the block")
 
@@ -234,13 +192,13 @@ def _eager(function: Any = None, **options: Any) -> Any:
     return (lambda function: function) if function is None else function
 
 
-def _read_scalar(mode: Any, function: Any, tensor: Any) -> bool | int | float:
-    """The value of a fake tensor that a program reads: its constant if it has one, else zero.
+def read_scalar(tensor: torch.Tensor) -> bool | int | float:
+    """`aten::_local_scalar_dense`: the value of a tensor that the program reads; zero for one on the device.
 
     A step reads gradient norms, overflow flags and token counts; zero means nothing to clip, nothing overflowed.
     """
-    if tensor.constant is not None:
-        value: bool | int | float = function(tensor.constant)
+    if not tensor.is_meta:
+        value: bool | int | float = torch.ops.aten._local_scalar_dense(tensor)
         return value
     if tensor.dtype == torch.bool:
         return False

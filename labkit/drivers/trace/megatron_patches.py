@@ -2,65 +2,37 @@
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from labkit.drivers.trace.patches import NOTHING, Replacement, everywhere
+from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.routing import balanced
-from labkit.workload import Workload
+from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 
-_HOST_ONLY = "nothing on the device: generator states are host tensors"
-
-
-def replacements(workload: Workload) -> Iterator[Replacement]:
-    """Every replacement a step of `workload` needs beyond `torch.cuda` and Transformer Engine's library."""
+def replacements() -> Iterator[Replacement]:
+    """What every step needs beyond `torch.cuda` and Transformer Engine's library; imports Megatron Core."""
+    importlib.import_module("labkit.drivers.step")
+    importlib.import_module("labkit.drivers.build")
     yield from _random_numbers()
     yield from _gradient_fusion()
     yield from _collectives()
-    if workload.model.mixture_of_experts is not None:
-        yield from _expert_routing()
-    yield from _cross_entropy(workload)
-
-
-class _NoGenerators:
-    """Megatron's generator states, for kernels that draw nothing."""
-
-    def fork(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def get_states(self) -> dict[str, Any]:
-        return {}
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        pass
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def is_inference_rng_tracker(self) -> bool:
-        return False
+    yield from _expert_routing()
 
 
 def _random_numbers() -> Iterator[Replacement]:
+    """The CUDA generator's state: every kernel that draws is a stand-in, so any state will do."""
     from megatron.core.tensor_parallel import random
 
-    generators = _NoGenerators()
-    answers: dict[str, Callable[..., Any]] = {
-        "get_cuda_rng_tracker": lambda *args, **kwargs: generators,
-        "model_parallel_cuda_manual_seed": lambda *args, **kwargs: None,
-        "_fork_rng": contextlib.nullcontext,
-        "_get_all_rng_states": lambda: (None, None, {}),
-        "_set_all_rng_states": lambda *states: None,
-    }
-    megatron = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
-    for name, answer in answers.items():
-        yield from everywhere(megatron, getattr(random, name), answer, _HOST_ONLY)
+    states = "nothing on the device: generator states are host tensors"
+    state = torch.zeros(16, dtype=torch.uint8)
+    yield Replacement(random, "_get_cuda_rng_state", lambda *args, **kwargs: state, states)
+    yield Replacement(random, "_set_cuda_rng_state", lambda *args, **kwargs: None, states)
 
 
 def sharing_storage(share: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[Replacement]:
@@ -139,10 +111,10 @@ def _expert_routing() -> Iterator[Replacement]:
     )
 
 
-def _cross_entropy(workload: Workload) -> Iterator[Replacement]:
-    """The stated Transformer Engine version's way with the gradient of the logits, if the installed one differs."""
-    gradient = cross_entropy_gradient(workload.training.software)
-    if gradient == "input_copy":
+def stated_versions(software: Software) -> Iterator[Replacement]:
+    """The habits of the stated versions where the installed ones have others (`labkit.workload.behaviour`)."""
+    gradient = cross_entropy_gradient(software)
+    if gradient == cross_entropy_gradient(Software(transformer_engine=version("transformer-engine"))):
         return
     kernels = importlib.import_module("transformer_engine.pytorch.triton.cross_entropy")
     installed_forward = kernels.cross_entropy_forward
@@ -155,9 +127,10 @@ def _cross_entropy(workload: Workload) -> Iterator[Replacement]:
         loss, _saved, *others = in_place(logits, *arguments)
         return (loss, torch.empty_like(logits, dtype=torch.float32), *others)
 
+    forward = {"in_place": in_place, "fp32_buffer": fp32_buffer, "input_copy": installed_forward}[gradient]
     yield Replacement(
         kernels,
         "cross_entropy_forward",
-        in_place if gradient == "in_place" else fp32_buffer,
-        "the gradient's buffer, as the stated version of Transformer Engine does (labkit.workload.behaviour)",
+        forward,
+        "the gradient of the logits where the stated version of Transformer Engine puts it",
     )

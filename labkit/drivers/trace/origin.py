@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+OUTSIDE = "-"
+"""The path of what no module makes; the model itself has the empty path."""
+
 _LABEL = "labkit.module"
 
 _BARE_ALLOCATIONS = frozenset(
-    "clone copy empty empty_like empty_strided full full_like new_empty new_full new_zeros ones ones_like zeros "
-    "zeros_like _to_copy".split()
+    "arange clone copy empty empty_like empty_strided full full_like new_empty new_full new_zeros ones ones_like repeat "
+    "zeros zeros_like _to_copy".split()
 )
 """Operators that say nothing about the tensor: their caller names it."""
 
-_SILENT = (str(Path(torch.__file__).parent), str(Path(__file__).parent / "tracker.py"), __file__)
-_SHOWN = str(Path(__file__).parent / "te_shapes.py")
+_HERE = Path(__file__).parent
+_SILENT = (str(Path(torch.__file__).parent), str(_HERE), "<")
+"""Files whose functions name nothing: PyTorch's, the trace's own, and generated code."""
+_SPEAKING = str(_HERE / "te_shapes.py")
+"""But for the functions that stand for Transformer Engine's."""
 
 
 class Origin:
@@ -34,7 +40,7 @@ class Origin:
     def __init__(self) -> None:
         self._paths: dict[torch.nn.Module, str] = {}
         self._stack: list[str] = []
-        self._last = ""
+        self._last = OUTSIDE
         self._silent: dict[CodeType, bool] = {}
 
     @contextmanager
@@ -69,7 +75,8 @@ class Origin:
             return self._stack[-1]
         node = torch._C._current_autograd_node()
         if node is None:
-            return ""
+            self._last = OUTSIDE
+            return OUTSIDE
         # A node made between modules while a region was replayed has no label: it belongs to its neighbour.
         self._last = node.metadata.get(_LABEL, self._last)
         return self._last
@@ -94,12 +101,12 @@ class Origin:
     def _is_silent(self, code: CodeType) -> bool:
         silent = self._silent.get(code)
         if silent is None:
-            silent = code.co_filename.startswith(_SILENT) or code.co_filename.startswith("<")
+            silent = code.co_filename.startswith(_SILENT) and code.co_filename != _SPEAKING
             self._silent[code] = silent
         return silent
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        parent = self._stack[-1] if self._stack else ""
+        parent = self._stack[-1] if self._stack else OUTSIDE
         _label(args, parent)
         self._stack.append(self._paths.get(module, parent))
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from operator import delitem, setitem
-from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
@@ -40,11 +39,3 @@ def installed(replacements: Iterable[Replacement]) -> Iterator[list[Replacement]
             stack.callback(*((drop, owner, name) if original is _ABSENT else (put, owner, name, original)))
             done.append(replacement)
         yield done
-
-
-def everywhere(modules: Iterable[ModuleType], original: Any, value: Any, allocates: str) -> Iterator[Replacement]:
-    """One replacement for each module that holds `original` under any name (`from x import original`)."""
-    for module in modules:
-        for name, held in list(vars(module).items()):
-            if held is original:
-                yield Replacement(module, name, value, allocates)

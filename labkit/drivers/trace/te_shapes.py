@@ -289,7 +289,7 @@ def _module() -> _Shapes:
 
 
 def replacements() -> Iterator[Replacement]:
-    """A launcher for Triton kernels that launches nothing, and the fused attention's view of a fake tensor.
+    """A launcher for Triton kernels that launches nothing.
 
     Imports Transformer Engine's Python half over the stand-in first, if that has not happened. It keeps the stand-in
     for good: that is why a trace runs in a worker process, and why no process may use a GPU after tracing.
@@ -304,15 +304,6 @@ def replacements() -> Iterator[Replacement]:
         "nothing: kernels write tensors that Python allocated",
     )
     _import_transformer_engine()
-    from transformer_engine.pytorch.attention.dot_product_attention import utils
-
-    choose = utils.get_attention_backend
-
-    def get_attention_backend(parameters: Any) -> Any:
-        parameters.qkv_type = torch.Tensor
-        return choose(parameters)
-
-    yield Replacement(utils, "get_attention_backend", get_attention_backend, NOTHING)
 
 
 def _import_transformer_engine() -> None:

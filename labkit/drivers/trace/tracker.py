@@ -1,26 +1,26 @@
 """Every storage a program makes, from birth to death, with who made it.
 
-`StorageTracker` is a dispatch mode: it sees each tensor an operator returns, books the tensor's storage (once, in
-the allocator's 512-byte units) and learns from a weak reference when the storage dies. Its event log is what the
-allocator simulation replays; its allocations become the ledger's rows.
+Tensors on the *meta* device have shapes, strides, dtypes and storages of the right size, and no data: they stand for
+tensors on the GPU, while those on the CPU are the host's. `StorageTracker` is a dispatch mode: it sees each tensor an
+operator returns, books a meta tensor's storage (once, in the allocator's 512-byte units) and learns from a weak
+reference when the storage dies. Its event log is what the allocator simulation replays; its allocations become the
+ledger's rows.
 
-    with FakeTensorMode(), StorageTracker() as tracker:
-        hidden = torch.zeros(4096, 2048)
+    with StorageTracker(Origin()) as tracker:
+        hidden = torch.zeros(4096, 2048, device="meta")
         del hidden
     tracker.events  # [(1, 33554432), (-1, 0)]
 
-Known limitations: only fake tensors count, all of them as device memory except those the `host` block made; a
-buffer that a library takes below the dispatcher is invisible and must be `book`ed by hand.
+Known limitation: what an operator or a library takes from the allocator and gives back before it returns is invisible;
+what it keeps must be booked by hand (`book`).
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.drivers.trace.origin import Origin
@@ -56,13 +56,24 @@ class _Liveness(weakref.ref[torch.UntypedStorage]):
 
 
 class StorageTracker(TorchDispatchMode):
-    """Books storages while active. `phase(iteration, name)` turns the page of the clock."""
+    """Books storages while active. `phase(iteration, name)` turns the page of the clock.
 
-    def __init__(self, origin: Origin, before: Callable[[Any], None] | None = None) -> None:
+    Args:
+        origin: who to ask for the maker of a tensor.
+        before: called with each operator before it runs (library workspaces are booked there).
+        instead: operators that a function answers, with their arguments.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        before: Callable[[Any], None] = lambda operator: None,
+        instead: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__()
         self.origin = origin
         self.before = before
-        """Called with each operator before it runs (library workspaces are booked there)."""
+        self.instead = instead or {}
         self.events: list[tuple[int, int]] = []
         """(serial, bytes) for an allocation, (-serial, 0) for its end."""
         self.allocations: list[Allocation] = []
@@ -70,21 +81,11 @@ class StorageTracker(TorchDispatchMode):
         self.moments: list[Moment] = []
         self._living: dict[int, tuple[_Liveness, Allocation | None]] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
-        self._on_host = False
 
     def phase(self, iteration: int, name: str) -> None:
         """From here on the clock is in this phase."""
         if not self.moments or self.moments[-1][1:] != (iteration, name):
             self.moments.append(Moment(len(self.events), iteration, name))
-
-    @contextmanager
-    def host(self) -> Iterator[None]:
-        """Storages born inside lie in the host's memory and do not count."""
-        before, self._on_host = self._on_host, True
-        try:
-            yield
-        finally:
-            self._on_host = before
 
     def book(self, nbytes: int, shape: tuple[int, ...], dtype: str, module: str, producer: str) -> Allocation:
         """Log an allocation that no tensor shows; it never ends unless `_end` is called."""
@@ -98,16 +99,10 @@ class StorageTracker(TorchDispatchMode):
         return allocation
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
-        """The living allocation that holds `tensor`; None if it is not on the device or empty."""
+        """The living allocation that holds `tensor`; None if it lies on the host or is empty."""
         storage = tensor.untyped_storage()
         entry = self._living.get(storage._cdata)
         return entry[1] if entry is not None and entry[0]() is storage else None
-
-    def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the host's memory (an empty tensor lies nowhere)."""
-        storage = tensor.untyped_storage()
-        entry = self._living.get(storage._cdata)
-        return entry is not None and entry[0]() is storage and entry[1] is None and storage.nbytes() > 0
 
     def _end(self, allocation: Allocation) -> None:
         allocation.dies = len(self.events)
@@ -124,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
         liveness = _Liveness(storage, self._died)
         liveness.key = key
         nbytes = storage.nbytes()
-        if self._on_host or nbytes == 0:
+        if nbytes == 0:
             self._living[key] = (liveness, None)
             return
         module, producer = self.origin.of(function)
@@ -149,7 +144,7 @@ class StorageTracker(TorchDispatchMode):
         if allocation is not None:
             self._end(allocation)
         reborn = None
-        if nbytes and not self._on_host:
+        if nbytes:
             module, producer = self.origin.of(torch.UntypedStorage.resize_)
             reborn = self.book(nbytes, (nbytes,), "uint8", module, producer)
         self._living[storage._cdata] = (liveness, reborn)
@@ -164,18 +159,17 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.before is not None:
-            self.before(function)
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, FakeTensor):
-            self._see(result, function)
+        self.before(function)
+        result = self.instead.get(function, function)(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            if result.is_meta:
+                self._see(result, function)
         elif isinstance(result, (tuple, list)):
             for item in result:
-                if isinstance(item, FakeTensor):
-                    self._see(item, function)
-                elif isinstance(item, list):  # foreach operators return lists in tuples
-                    for inner in item:
-                        self._see(inner, function)
+                # operators over lists of tensors may return lists in a tuple
+                for tensor in item if isinstance(item, list) else (item,):
+                    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                        self._see(tensor, function)
         return result
 
     def __enter__(self) -> Self:

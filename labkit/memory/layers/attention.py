@@ -55,8 +55,8 @@ def multi_latent_attention(tape: Tape, model: Model, sizes: Sizes, hidden: Value
         key_content = tape.view(packed_kv, "k_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
         value_content = tape.view(packed_kv, "v", (sizes.tokens, value_width))
         tape.op("split", [packed_kv], [key_content, value_content])
-        rotated_query = rotary(tape, query_position, (sizes.tokens, heads, mla.qk_pos_emb_head_dim))
-        rotated_key = rotary(tape, position_key, (sizes.tokens, 1, mla.qk_pos_emb_head_dim))
+        rotated_query = rotary(tape, sizes, query_position, heads, mla.qk_pos_emb_head_dim)
+        rotated_key = rotary(tape, sizes, position_key, 1, mla.qk_pos_emb_head_dim)
         query = tape.value("query", (sizes.tokens, query_width))
         tape.op("cat", [query_content, rotated_query], [query], aliases=True)
         key = tape.value("key", (sizes.tokens, query_width))
@@ -106,15 +106,15 @@ def rotary_table(tape: Tape, sequence: int, width: int) -> None:
         tape.op("rotary_angles", [], [table], caches=32)
 
 
-def rotary(tape: Tape, packed: Value, shape: tuple[int, int, int]) -> Value:
+def rotary(tape: Tape, sizes: Sizes, packed: Value, heads: int, width: int) -> Value:
     """Unfused rotary embedding of a slice (tokens, heads, width) of `packed` (`rope_utils.py`).
 
-    Saves cosine and sine in the compute dtype; its temporaries are the interleaved copy, the rotated halves and the
+    Saves cosine and sine (sequence, width) in the compute dtype; its temporaries are the interleaved copy, the rotated halves and the
     two products.
     """
-    tokens, _, width = shape
-    cosine = tape.value("cos", (tokens, width), grad=False)
-    sine = tape.value("sin", (tokens, width), grad=False)
+    shape = (sizes.tokens, heads, width)
+    cosine = tape.value("cos", (sizes.sequence, width), grad=False)
+    sine = tape.value("sin", (sizes.sequence, width), grad=False)
     out = tape.value("rotated", shape)
     temporaries = [tape.buffer(name, shape) for name in ("interleaved", "half_rotated", "cos_product", "sin_product")]
     tape.op(

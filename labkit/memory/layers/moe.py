@@ -224,6 +224,7 @@ def _experts(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, routed: _Routed, d
             [gate_and_up],
             saves=[rows],
             weight=(2 * width, sizes.hidden),
+            weights=routed.local_experts,
             library="te_grouped_gemm",
             flops=2 * flops,
         )
@@ -238,9 +239,12 @@ def _experts(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, routed: _Routed, d
             [output],
             saves=[activation],
             weight=(sizes.hidden, width),
+            weights=routed.local_experts,
             library="te_grouped_gemm",
             flops=flops,
         )
+    # Local variables of TEGroupedMLP.forward, and of its caller, live until it returns.
+    tape.hold([rows, gate_and_up, activation])
     return output
 
 

@@ -16,22 +16,39 @@ async function draw(figure) {
   const holder = figure.querySelector(".lk-chart");
   const spec = JSON.parse(figure.querySelector("script").textContent);
   const mode = dark.matches ? "dark" : "light";
+  const look = themes[mode];
+  const columns = holder.clientWidth < 480 ? 1 : look.legend.columns;
   if (figure.view) figure.view.finalize();
   const result = await vegaEmbed(holder, { ...spec, width: "container" }, {
     actions: false,
     ast: true, // the expression interpreter: the content security policy forbids compiling code
-    config: themes[mode],
+    config: { ...look, legend: { ...look.legend, columns } },
+    mode: "vega-lite",
     renderer: "svg",
     tooltip: { theme: mode },
   });
   figure.view = result.view;
-  figure.csv = spec.data.values;
+  figure.spec = spec;
+}
+
+// The rows behind a chart as CSV; a row that holds a list of moments gives one line each.
+function csv(spec) {
+  const moments = spec.usermeta.labkit.moments;
+  const rows = spec.datasets[spec.data.name].flatMap(({ moments: lists, ...row }) =>
+    lists ? lists.map((list) => ({ ...row, ...Object.fromEntries(moments.map((name, i) => [name, list[i]])) })) : [row],
+  );
+  const names = [...new Set(rows.flatMap(Object.keys))];
+  const quoted = (value) => {
+    const text = String(value ?? "");
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return [names, ...rows.map((row) => names.map((name) => row[name]))].map((line) => line.map(quoted).join(",")).join("\r\n");
 }
 
 async function handOut(figure, kind) {
   const name = `${figure.id}.${kind}`;
   if (kind === "csv") {
-    const url = URL.createObjectURL(new Blob([figure.csv], { type: "text/csv" }));
+    const url = URL.createObjectURL(new Blob([csv(figure.spec)], { type: "text/csv" }));
     save(name, url);
     URL.revokeObjectURL(url);
   } else {
@@ -57,12 +74,14 @@ for (const figure of figures) {
     button.addEventListener("click", () => handOut(figure, button.dataset.kind));
   }
 }
-const allCode = document.getElementById("lk-all-code");
-allCode.addEventListener("click", () => {
-  const open = allCode.getAttribute("aria-pressed") !== "true";
-  allCode.setAttribute("aria-pressed", String(open));
-  allCode.textContent = open ? "Hide all code" : "Show all code";
-  for (const details of document.querySelectorAll("details.lk-code")) details.open = open;
-});
+const codeButton = document.getElementById("lk-code-button");
+function showCode(shown) {
+  document.documentElement.dataset.code = shown ? "shown" : "hidden";
+  codeButton.setAttribute("aria-pressed", String(shown));
+  codeButton.textContent = shown ? "Hide code" : "Show code";
+  for (const details of document.querySelectorAll("details.lk-code")) details.open = shown;
+}
+codeButton.addEventListener("click", () => showCode(codeButton.getAttribute("aria-pressed") !== "true"));
+showCode(false);
 dark.addEventListener("change", drawAll);
 drawAll();

@@ -1,0 +1,115 @@
+"""From the tracker's books to the ledger: what holds each allocation, and for how long it is meant to."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from labkit.allocator import Simulated
+from labkit.drivers.trace import cublas
+from labkit.drivers.trace.origin import OUTSIDE
+from labkit.drivers.trace.tracker import Allocation
+from labkit.ledger import Lifetime, Moment, Row
+from labkit.workload import Workload
+
+BATCHES = "batches"
+"""The function that makes a batch (`labkit.drivers.step`)."""
+
+_LIBRARIES = {cublas.PRODUCER, "get_cublas_workspace"}
+"""Producers of library workspaces: PyTorch's, and Transformer Engine's `cpp_extensions.gemm`."""
+
+
+class Name(NamedTuple):
+    """What an allocation is known to hold: set by the driver for parameters, buffers and their like."""
+
+    kind: str
+    module: str
+    tensor: str
+
+
+def rows(
+    workload: Workload,
+    allocations: list[Allocation],
+    moments: list[Moment],
+    names: Mapping[int, Name],
+    simulated: Simulated,
+    rank: int,
+) -> Iterator[Row]:
+    """The ledger's rows, in order of birth."""
+    mlp_kinds = workload.model.mlp_kinds
+    ends = {moment.clock: following.clock for moment, following in zip(moments, moments[1:], strict=False)}
+    starts = sorted(ends)
+    last = moments[-1].iteration
+    first_step = next(moment.clock for moment in moments if moment.iteration == 1)
+    steady = next(moment.clock for moment in moments if moment.iteration == last)
+    phase_end, ahead = 0, iter(starts)
+    upcoming = next(ahead, None)
+    for allocation in allocations:
+        while upcoming is not None and upcoming <= allocation.born:
+            phase_end, upcoming = ends[upcoming], next(ahead, None)
+        library = allocation.producer in _LIBRARIES
+        known = names.get(allocation.serial)
+        if known is None:
+            kind = "library" if library else _kind(allocation, mlp_kinds)
+            module = "" if allocation.module == OUTSIDE else allocation.module
+            known = Name(kind, module, allocation.producer)
+        yield Row(
+            rank=rank,
+            phase=allocation.phase,
+            layer=_layer(known.module),
+            kind=known.kind,
+            module=known.module,
+            tensor=known.tensor,
+            shape=allocation.shape,
+            dtype=allocation.dtype,
+            count=1,
+            bytes=allocation.bytes,
+            block_bytes=simulated.block_bytes[allocation.serial],
+            lifetime="workspace" if library else _lifetime(allocation, phase_end, first_step, steady, last),
+            certainty="exact" if allocation.producer == cublas.PRODUCER else "traced",
+            recompute=None,
+            born=allocation.born,
+            dies=allocation.dies,
+        )
+
+
+def _layer(path: str) -> int | None:
+    parts = path.split(".")
+    return int(parts[2]) if parts[:2] == ["decoder", "layers"] and len(parts) > 2 else None
+
+
+_KIND_OF_BUILDING = {"model": "parameters", "gradient_buffers": "gradients", "optimizer": "optimizer"}
+"""What the stretches of setup make that has no name of its own (`labkit.drivers.trace.session`)."""
+
+
+def _kind(allocation: Allocation, mlp_kinds: tuple[str, ...]) -> str:
+    if allocation.phase == "setup":
+        return _KIND_OF_BUILDING[allocation.module]
+    if allocation.phase == "optimizer":
+        return "optimizer"
+    if allocation.phase == "grad_sync":
+        return "gradients"
+    if allocation.module == OUTSIDE:
+        return "input" if allocation.producer == BATCHES else "head"
+    first, *below = allocation.module.split(".")
+    layer = _layer(allocation.module)
+    if layer is not None and len(below) > 2:
+        if below[2] == "self_attention":
+            return "attention"
+        if below[2] == "mlp":
+            return "moe" if mlp_kinds[layer] == "moe" else "mlp"
+    # What a layer itself makes is the residual stream between its norms.
+    return {"embedding": "embedding", "decoder": "norm"}.get(first, "head")
+
+
+def _lifetime(allocation: Allocation, phase_end: int, first_step: int, steady: int, last: int) -> Lifetime:
+    born, dies = allocation.born, allocation.dies
+
+    def alive_at(clock: int) -> bool:
+        return born < clock and (dies is None or dies > clock)
+
+    if allocation.phase == "setup":
+        return "state" if alive_at(first_step) else "transient"
+    if allocation.phase == "forward":
+        if dies is None and allocation.iteration < last:
+            return "state"
+        return "retained" if alive_at(phase_end) else "transient"
+    return "state" if alive_at(steady) else "transient"

@@ -1,0 +1,132 @@
+"""A process that holds Megatron Core and Transformer Engine ready, and forks a fresh child for every trace.
+
+Why a process of its own: the imports take seconds and are paid once; what a trace replaces in `torch` and what it
+leaves behind (`fake_cuda`) must not reach the user's process; a trace that dies takes nobody with it. Why not
+`multiprocessing`: its children import the user's script, which need not guard itself.
+
+Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "result"}` with the
+path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then `{"id", "done": true}` or
+`{"id", "error": "what happened"}`. The worker has a process group of its own and kills that group when its standard
+input ends, which happens when the process that started it dies, however it dies.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from labkit.errors import WorkError
+from labkit.workload import Workload
+
+if TYPE_CHECKING:
+    from labkit.drivers.trace.driver import Trace
+
+PhaseCallback = Callable[[int, str], None]
+
+
+class TraceServer:
+    """Traces workloads in children of one prepared process; start it with `with`.
+
+    `run` may be called from several threads at once: each call is a child of its own.
+
+        with TraceServer() as server:
+            trace = server.run(workload)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._last = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        # Its own group, so that one signal ends it and its children, and so that Ctrl-C in a terminal reaches the
+        # user's process alone, which then ends it in order.
+        # -P: the user's directory may hold files named like modules.
+        paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "labkit.drivers.trace.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        threading.Thread(target=self._read, args=(self._process,), name="labkit trace server", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take requests."""
+        return self._process is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """End the server and whatever it runs."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait()
+
+    def run(self, workload: Workload, on_phase: PhaseCallback | None = None) -> "Trace":
+        """Trace `workload` on rank 0; `on_phase` gets (iteration, phase) as they begin.
+
+        Raises:
+            WorkError: the trace failed; one sentence says in which phase and why.
+        """
+        from labkit.drivers.trace.results import load
+
+        with tempfile.TemporaryDirectory(prefix="labkit-trace-") as folder:
+            result = Path(folder) / "result.json"
+            identity, answers = self._ask(workload, result)
+            phase = "setup"
+            try:
+                while True:
+                    answer = answers.get()
+                    if "phase" in answer:
+                        iteration, phase = answer["phase"]
+                        if on_phase is not None:
+                            on_phase(iteration, phase)
+                    elif "error" in answer:
+                        raise WorkError(f"{workload.model.name}: the trace failed in {phase}: {answer['error']}")
+                    else:
+                        return load(workload, result)
+            finally:
+                self._answers.pop(identity, None)
+
+    def _ask(self, workload: Workload, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
+        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            process = self._process
+            if process is None or process.stdin is None or not self.alive:
+                raise WorkError("the trace server is not running; start it with `with TraceServer() as server`")
+            self._last += 1
+            identity = self._last
+            self._answers[identity] = answers
+            request = {"id": identity, "workload": workload.model_dump(mode="json"), "result": str(result)}
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            except OSError:
+                answers.put({"error": "the trace server died"})
+        return identity, answers
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            waiting = self._answers.get(answer.get("id"))
+            if waiting is not None:
+                waiting.put(answer)
+        with self._lock:
+            for waiting in self._answers.values():
+                waiting.put({"error": "the trace server died"})

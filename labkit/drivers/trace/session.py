@@ -1,0 +1,180 @@
+"""A trace in this process: real Megatron Core and Transformer Engine steps over meta tensors, every storage booked."""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from labkit.allocator import simulate
+from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.drivers.trace import cuda_surface, megatron_patches
+from labkit.drivers.trace.cublas import CublasWorkspaces
+from labkit.drivers.trace.driver import Trace
+from labkit.drivers.trace.origin import Origin
+from labkit.drivers.trace.patches import NOTHING, Replacement, installed
+from labkit.drivers.trace.rows import Name, rows
+from labkit.drivers.trace.surface import fake_cuda
+from labkit.drivers.trace.tracker import StorageTracker
+from labkit.drivers.trace.versions import trace_versions
+from labkit.ledger import Ledger
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS
+
+PhaseCallback = Callable[[int, str], None]
+
+
+def trace_here(
+    workload: Workload, rank: int = 0, iterations: int = 2, on_phase: PhaseCallback = lambda iteration, phase: None
+) -> Trace:
+    """Trace `iterations` steps of one rank in this process (see `fake_cuda` for what that leaves behind).
+
+    Raises:
+        WorkError: this process has used the real Transformer Engine.
+    """
+    started = time.monotonic()
+    gpu = GPUS[workload.training.gpu]
+    origin, workspaces = Origin(), CublasWorkspaces(gpu)
+    tracker = StorageTracker(
+        origin,
+        before=lambda operator: workspaces.before_operator(tracker, operator),
+        instead={torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar},
+    )
+
+    def phase(iteration: int, name: str) -> None:
+        on_phase(iteration, name)
+        tracker.phase(iteration, name)
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake_cuda(gpu))
+        enter(installed(megatron_patches.stated_versions(workload.training.software)))
+        enter(installed(megatron_patches.sharing_storage(tracker.share)))
+        enter(_process_group(workload, rank))
+        enter(_manual_garbage_collection())
+        enter(cuda_surface.CudaAsMeta())
+        enter(tracker)
+        names = _run(workload, tracker, iterations, phase)
+    return _trace(workload, rank, tracker, names, time.monotonic() - started)
+
+
+@contextmanager
+def _process_group(workload: Workload, rank: int) -> Iterator[None]:
+    """A world of which only `rank` exists: collectives return at once."""
+    from labkit.drivers.build import parallel_groups
+
+    world_size = workload.parallelism.world_size
+    # Megatron asks the environment for the ranks of a node, and writes its choice of attention kernel there.
+    environment = dict(os.environ)
+    os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        parallel_groups(workload)
+        yield
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextmanager
+def _manual_garbage_collection() -> Iterator[None]:
+    """Tensors in reference cycles die when the collector runs: here, so that two traces are alike."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: PhaseCallback) -> dict[int, Name]:
+    """Build and step; returns what is known of allocations by name."""
+    from labkit.drivers import build
+    from labkit.drivers.step import TrainingStep
+
+    names: dict[int, Name] = {}
+
+    def name(tensor: torch.Tensor, kind: str, path: str) -> None:
+        allocation = tracker.allocation_of(tensor)
+        if allocation is not None:
+            module, _, attribute = path.rpartition(".")
+            names[allocation.serial] = Name(kind, module, attribute)
+
+    phase(0, "setup")
+    with tracker.origin.inside("model"):
+        model = build.build_model(workload)
+    for path, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+        name(tensor, "parameters", path)
+    with tracker.origin.inside("gradient_buffers"):
+        wrapped = build.wrap(workload, model)
+    for group in ("buffers", "expert_parallel_buffers"):
+        for index, buffer in enumerate(getattr(wrapped, group)):
+            name(buffer.param_data, "parameters", f"{group}.{index}.param_data")
+            name(buffer.grad_data, "gradients", f"{group}.{index}.grad_data")
+    with tracker.origin.inside("optimizer"):
+        optimizer = build.build_optimizer(workload, wrapped)
+    with tracker.origin.watching(model.module):
+        step = TrainingStep(workload, wrapped, optimizer, phase)
+        for _ in range(iterations):
+            gc.collect()
+            step.run()
+    return names
+
+
+def _trace(
+    workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float
+) -> Trace:
+    simulated = simulate(tracker.events)
+    ledger = Ledger(
+        rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments
+    )
+    growth = [*simulated.reserved, (len(tracker.events), 0)]
+    phases, reserved, position = [], 0, 0
+    for index, peak in enumerate(ledger.phase_peaks()):
+        following = tracker.moments[index + 1].clock if index + 1 < len(tracker.moments) else len(tracker.events)
+        while growth[position][0] < following:
+            reserved = growth[position][1]
+            position += 1
+        phases.append(
+            PhasePeak(
+                iteration=peak.iteration,
+                phase=peak.phase,
+                peak_allocated_bytes=peak.bytes,
+                peak_reserved_bytes=reserved,
+            )
+        )
+    measurement = Measurement(
+        driver="trace",
+        workload=workload,
+        outcome="ok",
+        ranks=(
+            RankRecord(
+                rank=rank,
+                phases=tuple(phases),
+                between_steps_bytes=ledger.between_steps().total(),
+                retained_bytes=ledger.retained().total(),
+            ),
+        ),
+        steady_iterations=ledger.steady_iteration() - 1,
+        versions=trace_versions(),
+        environment={
+            "device": f"simulated {GPUS[workload.training.gpu].name}, tensors without data",
+            "allocator": "CUDACachingAllocator simulated: one stream, default settings",
+            "routing": "balanced",
+        },
+        source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        wall_seconds=round(seconds, 3),
+    )
+    return Trace(workload, ledger, rank=rank, peak_reserved_bytes=reserved, measurement=measurement)

@@ -1,0 +1,27 @@
+"""One context manager for everything a trace replaces: `fake_cuda`."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from labkit.drivers.trace import cuda_surface, megatron_patches, te_shapes
+from labkit.drivers.trace.patches import Replacement, installed
+from labkit.workload.gpu import Gpu
+
+
+def fake_cuda(gpu: Gpu) -> AbstractContextManager[list[Replacement]]:
+    """This process believes it has one `gpu`, Transformer Engine's library and Megatron's CUDA extensions.
+
+    Yields the list of what was replaced; every attribute is restored at the end. Not restored are the modules that
+    were first imported inside: Megatron Core and Transformer Engine keep the stand-in for the compiled half, and the
+    eager functions `torch.compile` would have compiled. Hence the worker process (`labkit.drivers.trace.server`).
+
+    Raises:
+        WorkError: Transformer Engine's real compiled half is already loaded.
+    """
+    return installed(_replacements(gpu))
+
+
+def _replacements(gpu: Gpu) -> Iterator[Replacement]:
+    yield from cuda_surface.replacements(gpu)
+    yield from te_shapes.replacements()
+    yield from megatron_patches.replacements()

@@ -1,0 +1,161 @@
+"""The estimate of Moonlight's study: peaks, ledger, recompute rules."""
+
+import subprocess
+import sys
+
+import pytest
+
+from labkit.ledger import Ledger
+from labkit.memory.estimate import Estimate, estimate
+from labkit.summary import breakdown
+from labkit.workload import Workload
+from labkit.workload.files import data_directory
+
+MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
+
+# NVIDIA, 8 x H100 80GB, August 2026: max allocated after iteration 2, GB = 1e9.
+PUBLISHED = {
+    (): 36.618,
+    ("core_attn",): 36.614,
+    ("mla_up_proj",): 35.902,
+    ("mla_up_proj", "mlp"): 35.917,
+    ("moe_act",): 35.941,
+    ("layernorm", "moe_act"): 35.949,
+}
+
+
+def selective(*labels: str) -> Workload:
+    return Workload.load(MOONLIGHT).with_recompute(recompute_granularity="selective", recompute_modules=list(labels))
+
+
+def smaller(workload: Workload, layers: int) -> Workload:
+    data = workload.model_dump()
+    data["model"]["num_layers"] = layers
+    data["model"]["mixture_of_experts"]["moe_layer_freq"] = [0] + [1] * (layers - 1)
+    return Workload.from_mapping(data)
+
+
+@pytest.fixture(scope="module")
+def control() -> Estimate:
+    return estimate(selective())
+
+
+@pytest.mark.parametrize("labels", PUBLISHED)
+def test_peaks_are_within_one_percent_of_the_published(labels: tuple[str, ...]) -> None:
+    peak = estimate(selective(*labels)).peak_allocated_bytes / 1e9
+    assert peak == pytest.approx(PUBLISHED[labels], rel=0.01)
+
+
+def test_savings_have_the_published_sign_and_size(control: Estimate) -> None:
+    for labels, published in PUBLISHED.items():
+        saved = (control.peak_allocated_bytes - estimate(selective(*labels)).peak_allocated_bytes) / 1e9
+        assert saved == pytest.approx(PUBLISHED[()] - published, abs=0.12)
+
+
+def test_every_byte_of_the_peak_is_explained(control: Estimate) -> None:
+    summary = control.summary
+    assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
+    assert control.ledger.at(control.ledger.peak().clock).total(blocks=True) == summary.peak_allocated_bytes
+
+
+def test_ends_the_step_as_it_began(control: Estimate) -> None:
+    """Nothing leaks: what is alive before the last step is alive after its backward, no more."""
+    ledger = control.ledger
+    after = ledger.at(ledger.start(2, "grad_sync") - 1)
+    assert after.total() == ledger.between_steps().total()
+
+
+def test_parameters_and_optimizer_state_are_exact(control: Estimate) -> None:
+    """5.2 B bytes of parameters: bf16 weights and gradients, fp32 main parameters, bf16 moments of this rank's shard."""
+    state = breakdown(control.ledger.between_steps())
+    experts = 26 * 8 * 3 * 2048 * 1408
+    dense_shard = (5_199_465_472 // 2 - experts) // 4
+    assert state["parameters"] == state["gradient buffers"] == pytest.approx(5_199_465_472, rel=1e-4)
+    assert state["optimizer state"] == pytest.approx((experts + dense_shard) * (4 + 2 + 2), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [("moe", "moe_act"), ("full", "moe")],
+)
+def test_an_outer_region_swallows_an_inner_one(outer: str, inner: str) -> None:
+    if outer == "full":
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        alone = estimate(smaller(Workload.load(MOONLIGHT).with_recompute(**full), 4))
+        both = estimate(smaller(Workload.load(MOONLIGHT).with_recompute(**full, recompute_modules=[inner]), 4))
+    else:
+        alone, both = estimate(smaller(selective(outer), 4)), estimate(smaller(selective(outer, inner), 4))
+    assert both.retained_bytes == alone.retained_bytes
+    assert both.replay == alone.replay
+
+
+def test_each_label_keeps_less_and_replays_something(control: Estimate) -> None:
+    for label in ("mla_up_proj", "mlp", "layernorm", "moe_act", "moe"):
+        result = estimate(selective(label))
+        assert result.retained_bytes < control.retained_bytes, label
+        assert result.replay.seconds > control.replay.seconds == 0, label
+    # Fused attention keeps no scores: the label frees a few bytes of RNG state and costs a whole attention.
+    assert control.retained_bytes - estimate(selective("core_attn")).retained_bytes < 5e6
+
+
+def test_full_recompute_keeps_layer_inputs_alone() -> None:
+    full = Workload.load(MOONLIGHT).with_recompute(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    retained = estimate(full).ledger.retained()
+    hidden = 2048 * 2048 * 2
+    in_layers = [row for row in retained.rows if row.layer is not None and row.bytes >= hidden]
+    assert {row.bytes for row in in_layers} == {hidden}
+    assert len(in_layers) == 27
+
+
+def test_block_recompute_frees_its_first_layers_alone() -> None:
+    block = Workload.load(MOONLIGHT).with_recompute(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=5
+    )
+    rows = estimate(block).ledger.retained().rows
+    kept = {layer: sum(row.bytes for row in rows if row.layer == layer) for layer in (1, 4, 5, 26)}
+    assert kept[1] == kept[4] < kept[5] / 10
+    assert kept[5] == kept[26]
+
+
+def test_micro_batches_do_not_add_up() -> None:
+    """Without pipelining a rank holds one micro-batch at a time."""
+    data = selective().model_dump()
+    data["batch"]["global_batch_size"] = 12
+    more = estimate(smaller(Workload.from_mapping(data), 3))
+    one = estimate(smaller(selective(), 3))
+    assert more.retained_bytes == one.retained_bytes
+    assert more.peak_allocated_bytes == pytest.approx(one.peak_allocated_bytes, rel=0.01)
+
+
+def test_rows_that_depend_on_routing_say_so(control: Estimate) -> None:
+    by_certainty: dict[str, int] = {}
+    for row in control.ledger.retained().rows:
+        by_certainty[row.certainty] = by_certainty.get(row.certainty, 0) + row.bytes
+    assert set(by_certainty) == {"exact", "allowance"}
+    assert all(row.kind == "moe" for row in control.ledger.rows if row.certainty == "allowance")
+
+
+def test_needs_no_torch_and_no_polars() -> None:
+    code = (
+        "import sys; from labkit.memory.estimate import estimate; from labkit.workload import Workload; "
+        f"estimate(Workload.load({str(MOONLIGHT)!r})).summary.model_dump_json(); "
+        "print({'torch', 'polars', 'altair', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_shows_itself_in_jupyter_and_escapes(control: Estimate) -> None:
+    data = control.workload.model_dump()
+    data["model"]["name"] = "<script>alert(1)</script>"
+    html = estimate(smaller(Workload.from_mapping(data), 2))._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_ledger_frame_has_every_row(control: Estimate) -> None:
+    frame = control.ledger.frame
+    assert frame.height == len(control.ledger)
+    assert Ledger.from_frame(frame, control.ledger.moments).peak() == control.ledger.peak()

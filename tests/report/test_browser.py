@@ -1,0 +1,252 @@
+"""The report in a real browser: drawn, quiet, readable in light and dark, on a phone and on a desk."""
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from labkit.report.theme import vega_config
+from tests.report import frames, pages
+
+pytestmark = pytest.mark.browser
+
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+HOSTILE = [
+    "<script>document.title='owned'</script>",
+    "\"'><img src=x onerror=document.title='owned'>",
+    "\u202edlihc",
+    "w" * 10_000,
+]
+
+
+@pytest.fixture(scope="module")
+def browser(chromium_path: Path) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(pages.report(frames.cells({"[moe]": ("failed", "backward: RuntimeError: no")})), encoding="utf-8")
+    return path
+
+
+class Opened:
+    """A report in a page of its own, with all it said and asked for."""
+
+    def __init__(self, browser: Browser, path: Path, width: int = 1440, scheme: str = "light") -> None:
+        self.path = path
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,  # type: ignore[arg-type]
+            accept_downloads=True,
+        )
+        self.context.set_default_timeout(10_000)
+        self.page: Page = self.context.new_page()
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-charts=drawn]")
+
+    def __enter__(self) -> "Opened":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+        assert self.said == []
+        assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.path.as_uri()]
+
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than its window."""
+        wider: int = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        return wider
+
+    def words(self, figure: str) -> list[str]:
+        """The texts drawn in a chart."""
+        return self.page.locator(f"#{figure} .lk-chart svg text").all_text_contents()
+
+    def tooltip(self) -> str:
+        """What the tooltip says, once it is there."""
+        tooltip = self.page.locator("#vg-tooltip-element.visible")
+        tooltip.wait_for()
+        return tooltip.inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_everything_is_drawn_and_nothing_overflows(browser: Browser, report: Path, width: int, scheme: str) -> None:
+    with Opened(browser, report, width, scheme) as opened:
+        page = opened.page
+        assert page.locator(".lk-chart svg").count() == 4
+        assert opened.overflow() == 0
+        assert "34.103" in opened.words("peaks")
+        assert "traced: failed" in opened.words("peaks")
+        for box in (page.locator(".lk-chart svg").nth(n).bounding_box() for n in range(4)):
+            assert box is not None
+            assert 200 < box["width"] <= width
+        surface = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert surface == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+        table = page.locator("#labkit-decision table").first
+        assert table.evaluate("element => getComputedStyle(element).backgroundColor") == surface
+        assert page.locator(".lk-chart svg").first.evaluate("e => getComputedStyle(e).backgroundColor") == surface
+
+
+def test_legends_are_whole_on_a_phone(browser: Browser, report: Path) -> None:
+    with Opened(browser, report, 390) as opened:
+        assert "11  allocator remainders" in opened.words("holdings")
+        frame = opened.page.locator("#holdings .lk-chart svg").bounding_box()
+        entry = opened.page.locator("#holdings svg .role-legend text", has_text="allocator remainders").bounding_box()
+        assert frame is not None
+        assert entry is not None
+        assert entry["x"] + entry["width"] <= frame["x"] + frame["width"]
+        assert entry["y"] + entry["height"] <= frame["y"] + frame["height"]
+
+
+def test_charts_follow_the_reader_into_the_dark(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        for scheme in ("dark", "light"):
+            opened.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            ink = vega_config(scheme)["axisY"]["labelColor"]  # type: ignore[arg-type]
+            opened.page.locator(f"#peaks svg .role-axis-label text[fill='{ink}']").first.wait_for()
+        assert opened.page.locator(".lk-chart svg").count() == 4
+
+
+def test_pointing_at_a_peak_tells_its_exact_value(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        opened.page.locator("#peaks svg .mark-text text", has_text="33.473").hover()
+        said = opened.tooltip()
+        for part in ("[moe_act]", "published", "33.473", "35,941,000,000"):
+            assert part in said
+
+
+def test_pointing_at_a_segment_names_what_holds_it(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        opened.page.locator("#holdings svg .mark-rect.role-mark path").first.hover()
+        said = opened.tooltip()
+        assert "held by" in said
+        assert "parameters" in said
+
+
+def test_pointing_into_the_timeline_tells_the_moment(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        chart = opened.page.locator("#timeline svg")
+        chart.scroll_into_view_if_needed()
+        box = chart.bounding_box()
+        assert box is not None
+        opened.page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.4)
+        opened.page.mouse.move(box["x"] + box["width"] * 0.52, box["y"] + box["height"] * 0.4)
+        said = opened.tooltip()
+        assert "backward" in said
+        assert "total (GiB)" in said
+        assert "optimizer state" in said
+
+
+def test_a_legend_entry_singles_its_category_out(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        faded = opened.page.locator("#holdings svg .mark-rect.role-mark path[opacity='0.15']")
+        assert faded.count() == 0
+        opened.page.locator("#holdings svg .role-legend text", has_text="optimizer state").click()
+        faded.first.wait_for()
+
+
+def test_the_selector_changes_the_candidate(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        assert "traced peak 34.175 GiB in optimizer" in opened.words("timeline")
+        opened.page.locator("#timeline select").select_option("[moe_act]")
+        opened.page.locator("#timeline svg text", has_text="traced peak 33.543 GiB").wait_for()
+
+
+def test_code_is_hidden_until_asked_for_from_the_keyboard(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        code = opened.page.get_by_text("charts.peaks(results.cells)")
+        assert not code.is_visible()
+        opened.page.locator("#lk-code-button").focus()
+        opened.page.keyboard.press("Enter")
+        assert code.is_visible()
+        opened.page.keyboard.press("Enter")
+        assert not code.is_visible()
+
+
+def test_everything_that_acts_can_be_reached_by_keyboard(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        reached = set()
+        for _ in range(60):
+            opened.page.keyboard.press("Tab")
+            reached.add(
+                opened.page.evaluate("document.activeElement.dataset.kind ?? document.activeElement.id ?? ''")
+                or opened.page.evaluate("document.activeElement.className || document.activeElement.tagName")
+            )
+        assert {"lk-skip", "lk-code-button", "png", "svg", "csv", "lk-output", "SELECT"} <= reached
+
+
+@pytest.mark.parametrize("figure", ["peaks", "differences", "holdings", "timeline"])
+def test_image_and_data_can_be_saved(browser: Browser, report: Path, figure: str) -> None:
+    saved: dict[str, bytes] = {}
+    with Opened(browser, report) as opened:
+        for kind in ("png", "svg", "csv"):
+            with opened.page.expect_download() as download:
+                opened.page.locator(f"#{figure} button[data-kind={kind}]").click()
+            assert download.value.suggested_filename == f"{figure}.{kind}"
+            saved[kind] = Path(download.value.path()).read_bytes()
+    assert saved["png"].startswith(b"\x89PNG")
+    assert saved["svg"].startswith(b"<svg")
+    rows = list(csv.DictReader(io.StringIO(saved["csv"].decode())))
+    assert {row["candidate"] for row in rows} > {"[moe_act]", "[mla_up_proj, mlp]"}
+    if figure == "timeline":
+        assert len(rows) == 6 * 362
+        assert float(rows[0]["position"]) == 0
+        assert float(rows[0]["parameters_mib"]) == 6200
+    if figure == "peaks":
+        published = next(row for row in rows if (row["candidate"], row["source"]) == ("[moe_act]", "published"))
+        assert published["peak_allocated_bytes"] == "35941000000"
+
+
+def test_paper_is_black_on_white_whatever_the_screen(browser: Browser, report: Path) -> None:
+    with Opened(browser, report, scheme="dark") as opened:
+        opened.page.emulate_media(media="print", color_scheme="dark")
+        assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert (
+            opened.page.locator(".lk-chart svg").first.evaluate("e => getComputedStyle(e).backgroundColor")
+            == "rgb(255, 255, 255)"
+        )
+        for text in ("#peaks svg .role-axis-label text", "#peaks svg [class*=note_values] text"):
+            assert opened.page.locator(text).first.evaluate("e => getComputedStyle(e).fill") == "rgb(0, 0, 0)"
+        assert not opened.page.locator(".lk-exports").first.is_visible()
+        assert len(opened.page.pdf()) > 10_000
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_hostile_text_stays_text(browser: Browser, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "hostile.html"
+    failures = {text: ("failed", f"backward: {text}") for text in HOSTILE}
+    path.write_text(pages.report(frames.cells(failures), title=HOSTILE[0], description=HOSTILE[3]), encoding="utf-8")
+    with Opened(browser, path, width) as opened:
+        assert opened.page.title() == HOSTILE[0]
+        assert opened.page.locator("h1").inner_text() == HOSTILE[0]
+        assert opened.page.locator("img").count() == 0
+        assert opened.page.locator("li", has_text=f"failed: backward: {HOSTILE[0]}.").count() == 1
+        assert opened.page.locator(".lk-chart svg").count() == 4
+        assert HOSTILE[0] in "".join(opened.words("peaks")) or any(
+            word.startswith("<script>") for word in opened.words("peaks")
+        )
+        opened.page.locator("#peaks svg .mark-text text", has_text="traced: failed").first.hover()
+        assert "document.title='owned'" in opened.tooltip()
+        assert opened.overflow() == 0

@@ -1,0 +1,68 @@
+"""The notebook's source: what it takes, and that it is kept plain."""
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_server.services.contents.largefilemanager import LargeFileManager
+from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
+
+from labkit.errors import InputError
+from labkit.report.document import notebook_source
+from labkit.report.execute import convert
+from labkit.report.parameters import RecomputeStudy
+
+ROOT = Path(__file__).parents[2]
+SOURCE = notebook_source("recompute_study")
+
+
+def test_its_parameters_are_those_it_checks_with_the_same_defaults() -> None:
+    (cell,) = [cell for cell in convert(SOURCE).cells if "parameters" in cell.metadata.get("tags", ())]
+    stated: dict[str, object] = {}
+    exec(cell.source, stated)  # noqa: S102 (our own source)
+    stated.pop("__builtins__")
+    defaults = {name: field.default for name, field in RecomputeStudy.model_fields.items() if name != "study"}
+    assert stated == {"study": "data/studies/moonlight-16b.yaml", **defaults}
+
+
+def test_it_is_a_valid_notebook() -> None:
+    nbformat.validate(convert(SOURCE))
+
+
+def test_saving_it_from_jupyterlab_changes_nothing(tmp_path: Path) -> None:
+    for original in (SOURCE, ROOT / "jupytext.toml"):
+        shutil.copy(original, tmp_path)
+    # What JupyterLab's server reads and writes files with when jupytext is installed.
+    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(tmp_path))
+    opened = manager.get(SOURCE.name, type="notebook", content=True)
+    opened["content"]["metadata"]["language_info"] = {"name": "python", "version": "3.12.1"}
+    manager.save(opened, SOURCE.name)
+    assert (tmp_path / SOURCE.name).read_text() == SOURCE.read_text()
+    assert opened["content"]["metadata"]["kernelspec"]["name"] == "python3"
+
+
+def test_its_study_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RecomputeStudy.checked(study="data/studies/moonlight-16b.yaml").study_path.is_file()
+    own = tmp_path / "data" / "studies" / "moonlight-16b.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("")
+    assert RecomputeStudy.checked(study="data/studies/moonlight-16b.yaml").study_path.resolve() == own
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"study": "nowhere.yaml"}, "recompute_study parameters: study: no file 'nowhere.yaml'"),
+        ({}, "'study' is missing"),
+        ({"study": "x", "worker": 2}, "unknown key 'worker'; did you mean 'workers'?"),
+        ({"study": "x", "workers": 0}, "workers: input should be greater than 0 (got 0)"),
+        ({"study": "x", "workers": "2"}, "workers: input should be a valid integer (got '2')"),
+        ({"study": "x", "run": "false"}, "run: input should be a valid boolean (got 'false')"),
+    ],
+)
+def test_wrong_parameters_are_named(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError) as raised:
+        RecomputeStudy.checked(**values)
+    assert sentence in str(raised.value)

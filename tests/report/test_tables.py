@@ -1,0 +1,109 @@
+import re
+
+import polars as pl
+import pytest
+from great_tables import GT
+
+from labkit.report import prose, tables
+from tests.report import frames
+
+
+def body(table: GT) -> list[list[str]]:
+    html = table.as_raw_html()
+    rows = re.findall(r"<tr>(.*?)</tr>", html[html.index("<tbody") :], flags=re.DOTALL)
+    return [[cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, flags=re.DOTALL)] for row in rows]
+
+
+def test_decision_puts_the_control_first_then_the_order_to_try() -> None:
+    rows = body(tables.decision(frames.decision(frames.cells())))
+    assert [row[0] for row in rows][:3] == ["[]", "[moe_act]", "[mla_up_proj]"]
+    moe_act = rows[1]
+    assert moe_act[1:3] == ["1", "fits"]
+    assert moe_act[5] == "33.473"  # published, 35.941e9 bytes
+    assert moe_act[7] == "+2.0"  # 466.26 ms against 457.18 ms
+    assert moe_act[8:10] == ["5.10", "1.000"]
+
+
+def test_numbers_are_bare_so_that_a_spreadsheet_takes_them() -> None:
+    for table in (tables.decision(frames.decision(frames.cells())), tables.accuracy(frames.cells())):
+        html = table.as_raw_html()
+        assert "−" not in html
+        assert all(re.fullmatch(r"[+-]?\d+\.\d+|–", cell) for row in body(table) for cell in row[3:7])
+
+
+def test_decision_says_what_failed_and_what_is_missing() -> None:
+    cells = frames.cells({"[moe]": ("oom", "forward: out of memory"), "[core_attn]": ("missing", None)})
+    rows = {row[0]: row for row in body(tables.decision(frames.decision(cells)))}
+    assert rows["[moe]"][2] == "out of memory"
+    assert rows["[moe]"][4] == "–"
+    assert rows["[core_attn]"][2] == "not run yet"
+
+
+def test_accuracy_sets_estimate_and_trace_against_the_published_peak() -> None:
+    control = body(tables.accuracy(frames.cells()))[0]
+    assert control == ["[]", "34.103", "34.175", "+0.21", "34.049", "-0.16", "20.996", "+0.0", "8.382", "+0.00"]
+
+
+def test_accuracy_lacks_only_what_was_not_published() -> None:
+    rows = {row[0]: row for row in body(tables.accuracy(frames.cells({"[moe]": ("ok", None)})))}
+    assert rows["[moe]"][1] == "–"
+    assert rows["[moe]"][3] == "–"
+    assert rows["[moe]"][2] != "–"
+
+
+def test_asked_lists_the_fields_that_were_stated() -> None:
+    workload = {
+        "model": {"name": "tiny", "qk_layernorm": True, "mixture_of_experts": {"moe_layer_freq": [0, 1, 1, 1]}},
+        "parallelism": {"tensor_model_parallel_size": 2},
+    }
+    assert body(tables.asked(workload)) == [
+        ["model", "name tiny, qk_layernorm true, moe_layer_freq [0, 1 x 3]"],
+        ["parallelism", "tensor_model_parallel_size 2"],
+    ]
+
+
+def test_contract_joins_what_came_about_alike() -> None:
+    rows = body(tables.contract(frames.contract()))
+    assert [row[:2] for row in rows] == [["traced", "all"], ["published", "all"]]
+    assert rows[0][4:7] == ["2026-08-02 10:11", "69.0", "1"]
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b"])
+def test_hostile_text_is_escaped(hostile: str) -> None:
+    cells = frames.cells({hostile: ("failed", hostile)})
+    contract = frames.contract().with_columns(pl.lit(hostile).alias("versions"))
+    for html in (
+        tables.decision(frames.decision(cells)).as_raw_html(),
+        tables.accuracy(cells).as_raw_html(),
+        tables.contract(contract).as_raw_html(),
+        tables.asked({"model": {"name": hostile}}).as_raw_html(),
+        prose.failures(cells)._repr_html_(),
+        prose.conclusion((hostile,))._repr_html_(),
+    ):
+        assert hostile not in html
+        assert "<script" not in html
+        assert "<img" not in html
+
+
+def test_tables_are_the_same_every_time() -> None:
+    cells = frames.cells()
+    assert tables.accuracy(cells).as_raw_html() == tables.accuracy(cells).as_raw_html()
+    assert 'id="labkit-accuracy"' in tables.accuracy(cells).as_raw_html()
+
+
+def test_failures_are_named_with_their_reasons() -> None:
+    cells = frames.cells(
+        {
+            "[core_attn]": ("missing", None),
+            "[mla_up_proj]": ("missing", "x.zip is damaged: checksum"),
+            "[moe]": ("failed", "backward: RuntimeError: boom.\n" + "x" * 10_000),
+        }
+    )
+    damaged, failed = prose.failures(cells).sentences
+    assert damaged == "[mla_up_proj] (traced) has no result: x.zip is damaged: checksum."
+    assert failed.startswith("[moe] (traced) failed: backward: RuntimeError: boom. xxx")
+    assert len(failed) < 700
+
+
+def test_failures_say_when_there_are_none() -> None:
+    assert prose.failures(frames.cells()).sentences == ("No cell failed.",)

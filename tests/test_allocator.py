@@ -1,0 +1,90 @@
+"""The caching allocator's rules, by property and by known figures."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.allocator import Allocator, simulate
+from labkit.ledger import rounded
+from labkit.workload.gpu import MIB
+
+SIZES = st.integers(0, 64 * MIB) | st.integers(0, 4096)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """A valid sequence of allocations and frees."""
+    sequence: list[tuple[int, int]] = []
+    live: list[int] = []
+    for name in range(1, draw(st.integers(1, 60))):
+        if live and draw(st.booleans()):
+            sequence.append((-live.pop(draw(st.integers(0, len(live) - 1))), 0))
+        else:
+            sequence.append((name, draw(SIZES)))
+            live.append(name)
+    return sequence
+
+
+@given(events(), st.booleans())
+def test_allocated_counts_whole_blocks_of_live_tensors(sequence: list[tuple[int, int]], expandable: bool) -> None:
+    allocator = Allocator(expandable_segments=expandable)
+    blocks: dict[int, int] = {}
+    for name, nbytes in sequence:
+        if name < 0:
+            allocator.free(-name)
+            del blocks[-name]
+        else:
+            blocks[name] = allocator.allocate(name, nbytes)
+            assert rounded(nbytes) <= blocks[name] <= rounded(nbytes) + MIB
+        assert allocator.allocated == sum(blocks.values())
+        assert allocator.reserved >= allocator.allocated
+    for name in list(blocks):
+        allocator.free(name)
+    assert allocator.allocated == 0
+
+
+@given(events())
+def test_freed_memory_is_whole_again(sequence: list[tuple[int, int]]) -> None:
+    """After everything is freed, the same sequence needs no new segment."""
+    allocator = Allocator()
+    reserved = []
+    for _ in range(2):
+        live = set()
+        for name, nbytes in sequence:
+            if name < 0:
+                allocator.free(-name)
+                live.discard(-name)
+            else:
+                allocator.allocate(name, nbytes)
+                live.add(name)
+        for name in live:
+            allocator.free(name)
+        reserved.append(allocator.reserved)
+    assert reserved[0] == reserved[1]
+
+
+def test_small_requests_share_a_segment_of_2_mib() -> None:
+    allocator = Allocator()
+    assert [allocator.allocate(name, 1) for name in range(4)] == [512] * 4
+    assert allocator.reserved == 2 * MIB
+
+
+def test_a_remainder_up_to_1_mib_stays_with_a_large_block() -> None:
+    allocator = Allocator()
+    allocator.allocate("whole", 12 * MIB)
+    allocator.free("whole")
+    assert allocator.allocate("part", 11 * MIB) == 12 * MIB
+    allocator.free("part")
+    assert allocator.allocate("smaller", 11 * MIB - 512) == 11 * MIB - 512
+
+
+def test_expandable_segments_split_large_remainders() -> None:
+    allocator = Allocator(expandable_segments=True)
+    allocator.allocate("whole", 12 * MIB)
+    allocator.free("whole")
+    assert allocator.allocate("part", 11 * MIB) == 11 * MIB
+
+
+def test_simulate_names_blocks_and_reserved_growth() -> None:
+    found = simulate([(1, 3 * MIB), (2, 100), (-1, 0), (3, 30 * MIB)])
+    assert found.block_bytes == {1: 3 * MIB, 2: 512, 3: 30 * MIB}
+    assert found.reserved == [(0, 20 * MIB), (1, 22 * MIB), (3, 52 * MIB)]

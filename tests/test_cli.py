@@ -1,0 +1,255 @@
+"""The command line as its users meet it: exit codes, one sentence on stderr, `--json` and nothing else on stdout."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from labkit.cli import main
+from labkit.study.status import StudyStatus
+from labkit.summary import Summary
+from labkit.workload.files import data_directory
+from tests.study.builder import SMALL
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+LABKIT = (sys.executable, "-m", "labkit")
+MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
+
+
+class Answer(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+type Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def labkit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs the command in this process, which is quicker; `process` does in a fresh one."""
+
+    def run(*arguments: str | Path, cwd: Path | None = None) -> Answer:
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert isinstance(ended.value.code, int)
+        return Answer(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def process(*command: str, environment: Mapping[str, str] = ENVIRONMENT, stdout: int = subprocess.PIPE) -> Answer:
+    """Runs a command in a fresh process."""
+    ended = subprocess.run(
+        command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    return Answer(ended.returncode, ended.stdout or "", ended.stderr)
+
+
+def changed(mapping: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """`mapping` with fields of its parts replaced; a part that is no mapping replaces it."""
+    new = dict(mapping)
+    for part, fields in parts.items():
+        new[part] = {**new[part], **fields} if isinstance(fields, dict) and part in new else fields
+    return new
+
+
+STUDY = {
+    "name": "small",
+    "title": "Small study",
+    "base": SMALL,
+    "control": {"recompute": {"recompute_modules": []}},
+    "candidates": [{"recompute": {"recompute_modules": ["moe_act"]}}],
+}
+BAD_WORKLOADS = {
+    "unknown model": (changed(SMALL, model="moonlite-16b-a3b"), "unknown model 'moonlite-16b-a3b'; did you mean"),
+    "unknown label": (
+        changed(SMALL, recompute={"recompute_modules": ["moe_akt"]}),
+        "'moe_akt' is not allowed; did you mean 'moe_act'",
+    ),
+    "TP that does not divide": (
+        changed(SMALL, parallelism={"world_size": 6, "tensor_model_parallel_size": 3, "sequence_parallel": True}),
+        "3 does not divide num_attention_heads (4); use one of 1, 2, 4",
+    ),
+    "EP that does not divide": (
+        changed(SMALL, parallelism={"world_size": 3, "expert_model_parallel_size": 3}),
+        "3 does not divide num_moe_experts (8); use one of 1, 2, 4, 8",
+    ),
+    "world size that does not factor": (
+        changed(SMALL, parallelism={"world_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        "3 ranks do not factor into tensor x pipeline x context parallel = 2; use a multiple of 2",
+    ),
+    "unknown key": (
+        changed(SMALL, batch={"seq_lenght": 128}),
+        "unknown key 'batch.seq_lenght'; did you mean 'seq_length'",
+    ),
+    "wrong type": (changed(SMALL, batch={"seq_length": "long"}), "batch.seq_length: input should be a valid integer"),
+    "missing part": ({"model": SMALL["model"]}, "'parallelism' is missing"),
+    "empty file": (None, "empty; expected a mapping"),
+    "not a mapping": ([1, 2], "expected a mapping"),
+}
+BAD_STUDIES = {
+    "empty study": (changed(STUDY, candidates=[]), "candidates is empty"),
+    "unknown label": (
+        changed(STUDY, candidates=[{"recompute": {"recompute_modules": ["moe_akt"]}}]),
+        "did you mean 'moe_act'",
+    ),
+    "unknown key": (changed(STUDY, candidats=[]), "unknown key 'candidats'; did you mean 'candidates'"),
+    "unknown base": (changed(STUDY, base="moonlite-16b"), "did you mean 'moonlight-16b'"),
+}
+
+
+def one_sentence(result: Answer, text: str, folder: Path, files: set[str]) -> None:
+    """Exit code 2, one line on stderr that holds `text`, nothing on stdout, nothing written."""
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert text in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    assert {path.name for path in folder.rglob("*")} == files
+
+
+@pytest.mark.parametrize("command", ["estimate", "trace"])
+@pytest.mark.parametrize("mistake", BAD_WORKLOADS)
+def test_wrong_workload_is_one_sentence_and_exit_code_2(
+    labkit: Command, command: str, mistake: str, tmp_path: Path
+) -> None:
+    stated, text = BAD_WORKLOADS[mistake]
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(stated) if stated is not None else "")
+    one_sentence(labkit(command, "w.yaml", "--json", cwd=tmp_path), text, tmp_path, {"w.yaml"})
+
+
+@pytest.mark.parametrize("command", [("study", "run"), ("study", "status"), ("report",)], ids=" ".join)
+@pytest.mark.parametrize("mistake", BAD_STUDIES)
+def test_wrong_study_is_one_sentence_and_exit_code_2(
+    labkit: Command, command: tuple[str, ...], mistake: str, tmp_path: Path
+) -> None:
+    stated, text = BAD_STUDIES[mistake]
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(stated))
+    one_sentence(labkit(*command, "s.yaml", cwd=tmp_path), text, tmp_path, {"s.yaml"})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"model: [unclosed\n", "not valid YAML"),
+        (b"a: 1\na: 2\n", "key 'a' is given twice"),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+        (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+    ],
+)
+def test_malformed_yaml_is_one_sentence(labkit: Command, content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_bytes(content)
+    for command in (("estimate",), ("study", "run")):
+        one_sentence(labkit(*command, "w.yaml", cwd=tmp_path), text, tmp_path, {"w.yaml"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("estimate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("estimate",), "Missing argument 'WORKLOAD.yaml'"),
+        (("estimat", "x"), "No such command 'estimat'"),
+        (("study",), "Missing command"),
+        (("estimate", "--jsn", "x"), "No such option: --jsn"),
+        (("study", "run", "--workers", "0", "x"), "'--workers'"),
+        (("study", "run", "--only", "moe_akt", str(data_directory() / "studies" / "moonlight-16b.yaml")), "[moe_act]"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(labkit: Command, arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    one_sentence(labkit(*arguments, cwd=tmp_path), text, tmp_path, set())
+
+
+def test_estimate_prints_one_json_object_that_is_a_summary(labkit: Command) -> None:
+    result = labkit("estimate", MOONLIGHT, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    summary = Summary.model_validate_json(result.stdout, strict=False)
+    assert summary.certainty == "estimated"
+    assert summary.workload.model.name == "moonlight-16b-a3b"
+    assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
+    assert summary.fits
+
+
+def test_estimate_prints_a_table_for_people(labkit: Command) -> None:
+    result = labkit("estimate", MOONLIGHT)
+    assert result.returncode == 0
+    assert "What holds the peak (estimated, GiB)" in result.stdout
+
+
+def test_estimate_imports_neither_torch_nor_polars_nor_charts() -> None:
+    script = (
+        "import atexit, sys\nfrom labkit.cli import main\n"
+        "heavy = {'torch', 'polars', 'altair', 'numpy', 'pandas', 'megatron', 'transformer_engine', 'IPython'}\n"
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
+        f"main(['estimate', {str(MOONLIGHT)!r}, '--json'])"
+    )
+    result = process(sys.executable, "-c", script)
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+    assert Summary.model_validate_json(result.stdout, strict=False).workload.model.num_layers == 27
+
+
+def test_bare_command_shows_help(labkit: Command) -> None:
+    result = labkit()
+    assert result.returncode == 0
+    assert {"estimate", "trace", "study", "report"} <= set(result.stdout.split())
+
+
+def test_status_of_a_study_that_never_ran_writes_nothing(labkit: Command, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
+    result = labkit("study", "status", "s.yaml", "--json", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    status = StudyStatus.model_validate_json(result.stdout, strict=False)
+    assert [(cell.candidate, cell.state) for cell in status.cells] == [("[]", "missing"), ("[moe_act]", "missing")]
+    assert {path.name for path in tmp_path.iterdir()} == {"s.yaml"}
+    assert "0 of 2 cells done, 2 missing" in labkit("study", "status", "s.yaml", cwd=tmp_path).stdout
+
+
+def test_fresh_process_ends_with_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text("model: [unclosed\n")
+    assert process(*LABKIT, "estimate", str(MOONLIGHT), "--json").returncode == 0
+    wrong = process(*LABKIT, "estimate", str(tmp_path / "w.yaml"))
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+
+
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        result = process(*LABKIT, "version", stdout=full.fileno())
+    assert (result.returncode, result.stderr) == (1, "labkit: output: No space left on device\n")
+
+
+def test_reader_that_leaves_early_is_not_complained_about() -> None:
+    command = f"{' '.join(LABKIT)} estimate {MOONLIGHT} --json | head -c 1"
+    result = process("/bin/sh", "-c", command)
+    assert (result.stdout, result.stderr) == ("{", "")
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_bug_is_one_sentence_and_a_traceback_on_request(debug: str) -> None:
+    script = (
+        "import labkit.memory.estimate as e\ndef broken(w): raise ZeroDivisionError('x')\ne.estimate = broken\n"
+        f"from labkit.cli import main\nmain(['estimate', {str(MOONLIGHT)!r}])"
+    )
+    result = process(sys.executable, "-c", script, environment=ENVIRONMENT | {"LABKIT_DEBUG": debug})
+    *above, last = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert last == "labkit: unexpected ZeroDivisionError: x (LABKIT_DEBUG=1 shows the traceback)"
+    assert any("Traceback" in line for line in above) == bool(debug)
+
+
+def test_package_is_cheap_to_import_and_names_its_public_parts() -> None:
+    script = (
+        "import sys, labkit\nassert 'pydantic' not in sys.modules\n"
+        "assert {'Workload', 'estimate', 'trace', 'Study'} <= set(dir(labkit))\n"
+        "labkit.Workload, labkit.estimate, labkit.trace, labkit.Study\nassert 'torch' not in sys.modules\n"
+        "try:\n    labkit.estimat\nexcept AttributeError as error:\n    print(error)"
+    )
+    assert process(sys.executable, "-c", script) == (0, "module 'labkit' has no attribute 'estimat'\n", "")

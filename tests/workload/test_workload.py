@@ -1,0 +1,140 @@
+"""A workload is one frozen, hashable value; anything wrong with it is one clear sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from labkit.errors import InputError
+from labkit.workload import RECOMPUTE_MODULES, Workload
+from labkit.workload.files import data_directory
+
+MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
+
+
+@pytest.fixture
+def moonlight() -> Workload:
+    return Workload.load(MOONLIGHT)
+
+
+def changed(workload: Workload, **parts: object) -> dict[str, object]:
+    """Plain data of `workload` with fields replaced: `parallelism__world_size=6`."""
+    data = workload.model_dump()
+    for path, value in parts.items():
+        *parents, last = path.split("__")
+        target = data
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return data
+
+
+def test_moonlight_is_the_published_model(moonlight: Workload) -> None:
+    assert moonlight.model.mlp_kinds == ("dense",) + ("moe",) * 26
+    assert (moonlight.parallelism.dp, moonlight.parallelism.edp) == (4, 1)
+    assert moonlight.num_microbatches == 1
+    assert moonlight.padded_vocab_size == 163840
+    assert moonlight.findings == []
+
+
+def test_is_frozen_and_hashable(moonlight: Workload) -> None:
+    assert {moonlight, Workload.load(MOONLIGHT)} == {moonlight}
+    with pytest.raises(ValidationError):
+        moonlight.batch.seq_length = 1  # type: ignore[misc]
+
+
+def test_content_hash_is_the_same_in_every_process(moonlight: Workload) -> None:
+    code = f"from labkit.workload import Workload; print(Workload.load({str(MOONLIGHT)!r}).content_hash)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == moonlight.content_hash
+
+
+@given(st.sets(st.sampled_from(sorted(set(RECOMPUTE_MODULES) - {"gdn_norm_out", "shared_experts"}))))
+def test_round_trips_through_plain_data(labels: set[str]) -> None:
+    workload = Workload.load(MOONLIGHT).with_recompute(
+        recompute_granularity="selective", recompute_modules=sorted(labels)
+    )
+    again = Workload.from_mapping(workload.model_dump(mode="json"))
+    assert again == workload
+    assert again.content_hash == workload.content_hash
+    assert again.recompute.modules == labels
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("parallelism__tensor_model_parallel_size", 3, "3 does not divide num_attention_heads (16)"),
+        ("parallelism__expert_model_parallel_size", 7, "7 does not divide num_moe_experts (64)"),
+        ("parallelism__world_size", 7, "7 ranks do not factor"),
+        ("parallelism__sequence_parallel", False, "only with sequence parallelism"),
+        ("batch__global_batch_size", 3, "not a multiple of micro_batch_size x data-parallel ranks = 4"),
+        ("batch__seq_length", "4096", "input should be a valid integer (got '4096')"),
+        ("batch__seq_length", 0, "greater than 0"),
+        ("model__num_layers", 28, "it names 27 layers but num_layers is 28"),
+        ("model__hiden_size", 1, "unknown key 'model.hiden_size'; did you mean 'hidden_size'?"),
+        ("recompute__recompute_modules", ["moe_atc"], "did you mean 'moe_act'?"),
+        ("recompute__recompute_modules", ["gdn_norm_out"], "gdn_norm_out needs gated-delta-net layers"),
+        ("recompute__recompute_modules", ["shared_experts"], "cannot be recomputed while their computation overlaps"),
+        ("recompute__recompute_method", "uniform", "only full recompute takes it"),
+        ("recompute__recompute_granularity", "full", "full recompute needs it"),
+        ("recompute__recompute_granularity", None, "does nothing without a granularity"),
+        ("training__gpu", "h100", "did you mean 'h100-80gb'?"),
+    ],
+)
+def test_says_what_is_wrong_in_one_sentence(moonlight: Workload, field: str, value: object, sentence: str) -> None:
+    with pytest.raises(InputError) as raised:
+        Workload.from_mapping(changed(moonlight, **{field: value}), source="w.yaml")
+    message = str(raised.value)
+    assert message.startswith("w.yaml: ")
+    assert sentence in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "empty"),
+        ("- 1", "expected a mapping"),
+        ("a: 1\na: 2", "key 'a' is given twice (line 2, column 1)"),
+        ("a: [1", "not valid YAML"),
+        ("a: !!python/object/apply:os.system [echo]", "not valid YAML"),
+        ("? [1, 2]\n: 3", "a key must be a plain value"),
+        ("model: moonlight-16b-a3b\n", "is missing"),
+        ("model: <script>alert(1)</script>\n", "unknown model '<script>alert(1)</script>'"),
+    ],
+)
+def test_hostile_or_broken_yaml_is_an_input_error(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as raised:
+        Workload.load(path)
+    assert sentence in str(raised.value)
+
+
+def test_unreadable_files_are_input_errors(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "missing.yaml", tmp_path, tmp_path / "binary.yaml"):
+        with pytest.raises(InputError):
+            Workload.load(path)
+
+
+def test_choices_that_do_nothing_are_warned_about(moonlight: Workload) -> None:
+    idle = moonlight.with_recompute(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    assert [finding.severity for finding in idle.findings] == ["warning"]
+    assert "core_attn saves nothing" in str(idle.findings[0])
+
+
+def test_full_recompute_supersedes_the_list(moonlight: Workload) -> None:
+    full = moonlight.with_recompute(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        recompute_modules=["moe_act"],
+    )
+    assert full.recompute.modules == frozenset()
+    assert full.recompute.label == "full uniform 1"
+    assert "supersedes" in str(full.findings[0])
