@@ -160,7 +160,7 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 (the last resort: a bug of ours must read as one)
         return _fail(error)
     if code == _INTERRUPTED:
-        typer.echo("labkit: interrupted; what is finished is kept", err=True)
+        typer.echo("labkit: interrupted", err=True)
     return code if isinstance(code, int) else 0
 
 

@@ -5,14 +5,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import pytest
 import yaml
 
 from labkit.cli import main
+from labkit.errors import WorkError
 from labkit.study.status import StudyStatus
 from labkit.summary import Summary
+from labkit.workload import Workload
 from labkit.workload.files import data_directory
 from tests.study.builder import SMALL
 
@@ -195,6 +197,41 @@ def test_estimate_imports_neither_torch_nor_polars_nor_charts() -> None:
     result = process(sys.executable, "-c", script)
     assert (result.returncode, result.stderr) == (0, "[]\n")
     assert Summary.model_validate_json(result.stdout, strict=False).workload.model.num_layers == 27
+
+
+def test_trace_prints_one_json_object_that_is_a_summary(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    result = process(*LABKIT, "trace", str(tmp_path / "small.yaml"), "--json")
+    assert result.returncode == 0
+    summary = Summary.model_validate_json(result.stdout, strict=False)
+    assert summary.certainty == "traced"
+    assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
+
+
+class FailingServer:
+    """A trace server on a machine that cannot hold a trace."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def run(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> NoReturn:
+        raise WorkError("the trace was killed in backward")
+
+
+def test_failed_work_is_exit_code_1(labkit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.drivers.trace.server.TraceServer", FailingServer)
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL))
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
+    traced = labkit("trace", "w.yaml", "--json", cwd=tmp_path)
+    assert traced == (1, "", "labkit: the trace was killed in backward\n")
+    ran = labkit("study", "run", "s.yaml", "--json", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert "[moe_act] failed: the trace was killed in backward" in ran.stderr
+    assert StudyStatus.model_validate_json(ran.stdout, strict=False).count("failed") == 2
+    assert labkit("study", "status", "s.yaml", cwd=tmp_path).returncode == 0
 
 
 def test_bare_command_shows_help(labkit: Command) -> None:

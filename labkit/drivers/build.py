@@ -123,19 +123,21 @@ def build_model(workload: Workload) -> Float16Module:
 
 
 def wrap(workload: Workload, model: Float16Module) -> DistributedDataParallel:
-    """The model over contiguous parameter and gradient buffers."""
+    """The model over contiguous parameter and gradient buffers, made on a stream of their own as `get_model` does."""
     choice = workload.training.data_parallel
-    return DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=choice.use_distributed_optimizer,
-            grad_reduce_in_fp32=choice.grad_reduce_in_fp32,
-            overlap_grad_reduce=choice.overlap_grad_reduce,
-            overlap_param_gather=choice.overlap_param_gather,
-            average_in_collective=choice.average_in_collective,
-        ),
-        model,
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=choice.use_distributed_optimizer,
+        grad_reduce_in_fp32=choice.grad_reduce_in_fp32,
+        overlap_grad_reduce=choice.overlap_grad_reduce,
+        overlap_param_gather=choice.overlap_param_gather,
+        average_in_collective=choice.average_in_collective,
     )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wrapped = DistributedDataParallel(model.config, config, model)
+    torch.cuda.current_stream().wait_stream(stream)
+    return wrapped
 
 
 def build_optimizer(workload: Workload, model: DistributedDataParallel) -> MegatronOptimizer:

@@ -28,15 +28,15 @@ class _PhaseTimers:
         self._phase = phase
         self._name = ""
 
-    def __call__(self, name: str, log_level: int | None = None) -> "_PhaseTimers":
+    def __call__(self, name: str, log_level: int | None = None) -> "_PhaseTimers":  # noqa: ARG002 (Megatron's call)
         self._name = name
         return self
 
-    def start(self, barrier: bool = False) -> None:
+    def start(self, barrier: bool = False) -> None:  # noqa: ARG002 (Megatron's call)
         if self._name in _PHASE_OF_TIMER:
             self._phase(_PHASE_OF_TIMER[self._name])
 
-    def stop(self, barrier: bool = False) -> None:
+    def stop(self) -> None:
         pass
 
 
@@ -110,9 +110,7 @@ def batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = next(batches)
-    losses = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
-    )
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return losses, partial(_mean_loss, batch["loss_mask"])
 
 

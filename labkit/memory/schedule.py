@@ -161,6 +161,7 @@ class Player:
             self._starting.setdefault(region.first, []).append(region)
             table = self._ending if region.verb == "checkpoint" else self._consumed
             table.setdefault(region.until, []).append(region)
+        self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
         for op in tape.ops:
             for value in op.outputs:
@@ -170,6 +171,8 @@ class Player:
         self._saved: dict[int, list[_Storage]] = {}
         self._inputs: dict[Region, list[_Storage]] = {}
         self._discarded: dict[Region, list[_Storage]] = {}
+        self._restored: dict[int, list[_Storage]] = {}
+        """What restored regions hold, by their first operation."""
         self._gradients: dict[Value, _Storage] = {}
         self._attributes: dict[tuple[int, str], _Storage] = {}
         self._graphs: dict[int, list[_Storage]] = {}
@@ -295,9 +298,13 @@ class Player:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _reverse(self, first: int, last: int, inside: frozenset[Region]) -> None:
-        """Backward of operations `last..first`, replaying regions not already `inside`."""
-        index = last
-        while index >= first:
+        """Backward of operations `last..first`, replaying regions not already `inside`.
+
+        A reordered backward stays within the innermost region around it, so that a region is a stretch of both orders.
+        """
+        position = last
+        while position >= first:
+            index = self._order[position]
             for region in self._consumed.get(index, ()):
                 if region in self._discarded and region not in inside:
                     self._restore(region, inside)
@@ -305,7 +312,9 @@ class Player:
             checkpoint = next((region for region in ending if region in self._inputs), None)
             if checkpoint is None:
                 self._backward_op(index)
-                index -= 1
+                for storage in self._restored.pop(index, ()):
+                    self._release(storage)
+                position -= 1
                 continue
             within = inside | {checkpoint}
             held = self._replay(checkpoint, within)
@@ -313,7 +322,7 @@ class Player:
             self._keep_graph(checkpoint)
             for storage in (*held, *self._inputs.pop(checkpoint)):
                 self._release(storage)
-            index = checkpoint.first - 1
+            position = checkpoint.first - 1
 
     def _keep_graph(self, region: Region) -> None:
         """Keep what a module attribute made in a replay holds on to until the module's next forward replaces it.
@@ -337,11 +346,13 @@ class Player:
         return [self._storages[value] for value in self._region_outputs(region)]
 
     def _restore(self, region: Region, inside: frozenset[Region]) -> None:
-        """Run a region again to refill its discarded outputs; its own backward comes later."""
+        """Run a region again to refill its discarded outputs; its own backward comes later.
+
+        Until that is done the checkpoint's context holds its inputs and outputs (`CheckpointWithoutOutput._recompute`).
+        """
         outputs = self._discarded.pop(region)
         self._run_again(region, inside | {region})
-        for storage in (*outputs, *self._inputs.pop(region)):
-            self._release(storage)
+        self._restored.setdefault(region.first, []).extend((*outputs, *self._inputs.pop(region)))
 
     def _run_again(self, region: Region, within: frozenset[Region]) -> None:
         outer = self._label, self._replayed_from

@@ -120,6 +120,8 @@ class Tape:
     dtype: str
     ops: list[Op] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
+    backward_at: dict[int, float] = field(default_factory=dict)
+    """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
     _path: list[str] = field(default_factory=list)
     _layer: int | None = None
     _kind: str = ""
@@ -223,6 +225,10 @@ class Tape:
                 caches,
             )
         )
+
+    def backward_order(self) -> list[int]:
+        """Operations in the order whose reverse is that of their backward."""
+        return sorted(range(len(self.ops)), key=lambda index: self.backward_at.get(index, index))
 
     def hold(self, values: Iterable[Value]) -> None:
         """Python variables keep `values` alive until the last operation recorded so far has run."""

@@ -27,7 +27,7 @@ def vega_bundle(cache: Path | None = None) -> str:
         digest, _, script = kept.read_text(encoding="utf-8").partition("\n")
         if digest == _digest(script):
             return script
-    made: str = vl_convert.javascript_bundle(None, VEGALITE_VERSION)
+    made: str = vl_convert.javascript_bundle(vl_version=VEGALITE_VERSION)  # type: ignore[call-arg]
     script = made.replace("</script", "<\\/script").replace("\r", "\n")
     with suppress(OSError):  # it is made again next time
         write_atomically(kept, f"{_digest(script)}\n{script}")

@@ -6,7 +6,6 @@ process ended well, no cell failed or is pending, and the last cell wrote the no
 """
 
 import hashlib
-import signal
 import subprocess
 import sys
 import time
@@ -91,7 +90,10 @@ def convert(source: Path) -> NotebookNode:
 def _run(command: list[str], environment: dict[str, str], log: Any, executed: Path, name: str) -> int:
     """Run the worker and show which cell it is at; whatever ends this ends the worker."""
     console = Console(stderr=True)
-    worker = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    # A session of its own: Ctrl-C reaches this process alone, which then stops the worker in order.
+    worker = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+    )
     try:
         with console.status(f"{name}: starting") as line:
             seen = 0.0
@@ -103,13 +105,11 @@ def _run(command: list[str], environment: dict[str, str], log: Any, executed: Pa
                         line.update(f"{name}: {_place(notebook, _last_started(notebook))}")
         return worker.returncode
     finally:
-        if worker.poll() is None:
-            worker.send_signal(signal.SIGINT)  # papermill shuts its kernel down
-            try:
-                worker.wait(_PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+        try:
+            worker.communicate(timeout=_PATIENCE_SECONDS)  # ends its input, which stops it
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
 
 
 def _read(path: Path) -> NotebookNode | None:

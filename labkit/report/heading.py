@@ -43,7 +43,6 @@ class Heading(Part):
         facts = [Fact(name="Traced cells", value=state)]
         for name, rows, column in (
             ("Traced with", traced, "versions"),
-            ("Traced under", traced, "environment"),
             ("Published by", published, "origin"),
         ):
             values = [value for value in rows[column].unique(maintain_order=True).to_list() if value]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 import polars as pl
 
@@ -16,18 +17,18 @@ class Prose:
 
     Attributes:
         sentences: one paragraph or item each.
-        kind: `lead` (paragraphs, the first stands out) or `list`.
+        kind: `lead` and `note` are paragraphs (a lead's first one stands out), `list` is one of items.
     """
 
     sentences: tuple[str, ...]
-    kind: str
+    kind: Literal["lead", "note", "list"]
 
     def _repr_html_(self) -> str:
         if self.kind == "list":
             items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
             return f'<ul class="lk-list">{items}</ul>'
         paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        return f'<div class="lk-lead">{paragraphs}</div>'
+        return f'<div class="lk-{self.kind}">{paragraphs}</div>'
 
     def __repr__(self) -> str:
         return "\n".join(self.sentences)
@@ -45,13 +46,12 @@ def failures(cells: pl.DataFrame) -> Prose:
         cells: a study's `cells` frame: candidate, source, outcome, failure.
     """
     words = {"oom": "ran out of memory", "failed": "failed", "missing": "has no result"}
-    named = relabelled(cells, display_labels(cells["candidate"])).filter(pl.col("outcome") != "ok")
-    said = [
-        f"{row['candidate']} ({row['source']}) {words[row['outcome']]}: {_shortened(row['failure'])}."
-        for row in named.iter_rows(named=True)
-        if row["failure"]
-    ]
-    return Prose(tuple(said) or ("No cell failed.",), "list")
+    named = relabelled(cells, display_labels(cells["candidate"])).filter(pl.col("failure").is_not_null())
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for row in named.iter_rows(named=True):
+        alike.setdefault((row["source"], row["outcome"], _shortened(row["failure"])), []).append(row["candidate"])
+    said = [f"{'; '.join(who)} ({source}) {words[how]}: {why}." for (source, how, why), who in alike.items()]
+    return Prose(tuple(said), "list") if said else Prose(("No cell failed.",), "note")
 
 
 def _shortened(text: str) -> str:

@@ -49,8 +49,9 @@ def decision(frame: pl.DataFrame) -> GT:
         _table(shown, "decision")
         .tab_spanner("Peak on one rank, GiB", columns=["estimated", "traced", "published"])
         .tab_spanner("Replay per step, estimated", columns=["replay_time", "replay_flops"])
-        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=["estimated", "traced", "published", "saved"])
-        .fmt(_number(lambda change: f"{change * 100:+.1f}"), columns="step_time")
+        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=["estimated", "traced", "published"])
+        .fmt(_number(lambda nbytes: _signed(nbytes / GIB, 3).lstrip("+")), columns="saved")
+        .fmt(_number(lambda change: _signed(change * 100, 1)), columns="step_time")
         .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
         .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
         .sub_missing(missing_text=_NONE)
@@ -111,9 +112,9 @@ def accuracy(cells: pl.DataFrame) -> GT:
         .tab_spanner("Between steps", columns=["traced_static", "static_difference"])
         .tab_spanner("Retained by forward", columns=["traced_retained", "retained_difference"])
         .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)
-        .fmt(_number(lambda error: f"{error * 100:+.2f}"), columns=["traced_error", "estimated_error"])
-        .fmt(_number(lambda nbytes: f"{nbytes / MIB:+.1f}"), columns="static_difference")
-        .fmt(_number(lambda error: f"{error * 100:+.2f}"), columns="retained_difference")
+        .fmt(_number(lambda error: _signed(error * 100, 2)), columns=["traced_error", "estimated_error"])
+        .fmt(_number(lambda nbytes: _signed(nbytes / MIB, 1)), columns="static_difference")
+        .fmt(_number(lambda error: _signed(error * 100, 2)), columns="retained_difference")
         .sub_missing(missing_text=_NONE)
         .cols_label(
             candidate="Recompute",
@@ -228,6 +229,12 @@ def _labelled(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _number[T: (int, float)](text: Callable[[T], str]) -> Callable[[T | None], str]:
     return lambda value: _NONE if value is None else text(value)
+
+
+def _signed(value: float, decimals: int) -> str:
+    """The value with its sign, unless it rounds to zero."""
+    rounded = round(value, decimals)
+    return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
 
 
 def _table(frame: pl.DataFrame, name: str) -> GT:

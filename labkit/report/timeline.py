@@ -56,7 +56,7 @@ def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
         *_peak_marks(marked, top),
         _hover(present),
     ]
-    chart = layered(layers, _packed(traced, present), "Live memory through one step", 340).add_params(chosen)
+    chart = layered(layers, _packed(_wide(traced, present)), "Live memory through one step", 340).add_params(chosen)
     return Figure(
         "timeline",
         "Allocated memory through the steady step under the chosen recompute, in GiB: traced by category (areas), the "
@@ -71,30 +71,35 @@ def _key(category: str) -> str:
     return category.replace(": ", "_").replace(" ", "_")
 
 
-def _packed(traced: pl.DataFrame, present: list[str]) -> list[dict[str, Any]]:
-    """For each candidate its moments, each a list: position, phase, MiB of every category (to a tenth).
+def _packed(moments: pl.DataFrame) -> list[dict[str, Any]]:
+    """For each candidate its moments, each a list of the frame's other columns: a quarter of the size of named rows."""
+    packed: dict[str, list[list[Any]]] = {}
+    for candidate, *moment in moments.iter_rows():
+        short = [int(value) if isinstance(value, float) and value.is_integer() else value for value in moment]
+        packed.setdefault(candidate, []).append(short)
+    return [{"candidate": candidate, "moments": lists} for candidate, lists in packed.items()]
 
-    A row per moment with named values would be four times the size.
-    """
+
+def _wide(traced: pl.DataFrame, present: list[str]) -> pl.DataFrame:
+    """candidate, position, phase and MiB of every category (to a tenth), a row for each moment."""
     columns = [
         (pl.col("bytes").filter(pl.col("category") == name).sum() / MIB).round(1).alias(_key(name)) for name in present
     ]
     wide = traced.group_by("candidate", "position", "phase", maintain_order=True).agg(columns)
-    wide = wide.with_columns(pl.col("position").round(5))
-    packed: dict[str, list[list[Any]]] = {}
-    for candidate, *moment in wide.iter_rows():
-        packed.setdefault(candidate, []).append(moment)
-    return [{"candidate": candidate, "moments": moments} for candidate, moments in packed.items()]
+    return wide.with_columns(pl.col("position").round(5))
 
 
-def _unpacked(chart: alt.Chart, present: list[str]) -> alt.Chart:
-    """The chosen candidate's moments, one row each again: position, phase, MiB per category."""
-    named = {_key(name): f"datum.moment[{place}]" for place, name in enumerate(present, 2)}
-    return (
-        chart.transform_filter(_CHOSEN)
-        .transform_flatten(["moments"], as_=["moment"])
-        .transform_calculate(position="datum.moment[0]", phase="datum.moment[1]", **named)
+def _unpacked(chart: alt.Chart, names: list[str]) -> alt.Chart:
+    """The chosen candidate's moments, a row each again, with a field for each of their values."""
+    fields = {name: f"datum.moment[{place}]" for place, name in enumerate(names)}
+    layer: alt.Chart = (
+        chart.transform_filter(_CHOSEN).transform_flatten(["moments"], as_=["moment"]).transform_calculate(**fields)
     )
+    return layer
+
+
+def _traced(present: list[str]) -> alt.Chart:
+    return _unpacked(alt.Chart(), ["position", "phase", *map(_key, present)])
 
 
 def _x() -> alt.X:
@@ -112,8 +117,8 @@ def _y(top: float) -> alt.Y:
 
 def _areas(present: list[str], top: float, highlighted: alt.Parameter) -> alt.Chart:
     places = literal({_key(name): place for place, name in enumerate(present)})
-    return (
-        _unpacked(alt.Chart(), present)
+    layer: alt.Chart = (
+        _traced(present)
         .transform_fold([_key(name) for name in present], as_=["key", "mib"])
         .transform_calculate(gib="datum.mib / 1024", place=f"{places}[datum.key]")
         .transform_calculate(category=f"{literal(present)}[datum.place]")
@@ -127,6 +132,7 @@ def _areas(present: list[str], top: float, highlighted: alt.Parameter) -> alt.Ch
         )
         .add_params(highlighted)
     )
+    return layer
 
 
 def _numbers(traced: pl.DataFrame, top: float, highlighted: alt.Parameter) -> alt.Chart:
@@ -150,7 +156,7 @@ def _numbers(traced: pl.DataFrame, top: float, highlighted: alt.Parameter) -> al
         pl.col("category").replace_strict({name: str(category_number(name)) for name in STACK}).alias("number"),
         pl.col("category").replace_strict({name: text_on(category_colour(name)) for name in STACK}).alias("ink"),
     )
-    return (
+    layer: alt.Chart = (
         alt.Chart(rows_data(numbered))
         .transform_filter(_CHOSEN)
         .mark_text(fontSize=9.5, tooltip=None, dx=9)
@@ -162,18 +168,18 @@ def _numbers(traced: pl.DataFrame, top: float, highlighted: alt.Parameter) -> al
             opacity=alt.condition(highlighted, alt.value(1), alt.value(0.15)),
         )
     )
+    return layer
 
 
 def _estimate(estimated: pl.DataFrame, top: float) -> alt.Chart:
     totals = estimated.group_by("candidate", "position", maintain_order=True).agg(
         (pl.col("bytes").sum() / GIB).round(4).alias("gib")
     )
-    return (
-        alt.Chart(rows_data(totals.with_columns(pl.col("position").round(5))))
-        .transform_filter(_CHOSEN)
-        .mark_line(interpolate="step-after", style="guide", strokeDash=[4, 3], strokeWidth=1.4)
-        .encode(x=_x(), y=_y(top))
+    packed = _packed(totals.with_columns(pl.col("position").round(5)))
+    line: alt.Chart = _unpacked(alt.Chart(rows_data(packed)), ["position", "gib"]).mark_line(
+        interpolate="step-after", style="guide", strokeDash=[4, 3], strokeWidth=1.4
     )
+    return line.encode(x=_x(), y=_y(top))
 
 
 def _phase_marks(phases: pl.DataFrame) -> list[alt.Chart]:
@@ -208,8 +214,8 @@ def _hover(present: list[str]) -> alt.Chart:
     keys = {name: _key(name) for name in present}
     total = " + ".join(f"datum.{key}" for key in keys.values()) or "0"
     gib = {f"{key}_gib": f"datum.{key} / 1024" for key in keys.values()}
-    return (
-        _unpacked(alt.Chart(), present)
+    layer: alt.Chart = (
+        _traced(present)
         .transform_window(next="lead(position)", sort=[{"field": "position"}])
         .transform_calculate(until="isValid(datum.next) ? datum.next : 1", total_gib=f"({total}) / 1024", **gib)
         .mark_rect(style="marker", stroke=None)
@@ -228,6 +234,7 @@ def _hover(present: list[str]) -> alt.Chart:
         )
         .add_params(pointed)
     )
+    return layer
 
 
 def _phases(moments: pl.DataFrame) -> pl.DataFrame:

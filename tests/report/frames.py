@@ -1,5 +1,7 @@
 """Frames as a study hands them to the report: Moonlight's published figures, with invented estimates and traces."""
 
+from collections.abc import Mapping
+
 import polars as pl
 
 from labkit.study.frames import BREAKDOWN, CELLS, CONTRACT, PEAKS, TIMELINE
@@ -18,9 +20,10 @@ _STATE = {"parameters": 6_200 * MIB, "gradient buffers": 6_200 * MIB, "optimizer
 _PHASES = (("forward", 120), ("backward", 200), ("grad_sync", 2), ("optimizer", 40))
 
 
-def cells(failures: dict[str, tuple[str, str]] | None = None) -> pl.DataFrame:
+def cells(failures: Mapping[str, tuple[str, str | None]] | None = None) -> pl.DataFrame:
     """The `cells` frame; `failures` maps a candidate to its traced (outcome, failure)."""
-    failures, rows = failures or {}, []
+    failures = failures or {}
+    rows = []
     control: dict[str, int | None] = {}
     names = [*PUBLISHED, *(name for name in failures if name not in PUBLISHED)]
     for candidate in names:

@@ -24,12 +24,13 @@ def shown(value: Any, source: str) -> NotebookNode:
         data, metadata = value._repr_mimebundle_()
     else:
         data, metadata = {"text/html": value._repr_html_(), "text/plain": repr(value)}, {}
-    return new_code_cell(source, outputs=[new_output("execute_result", data=data, metadata=metadata)])
+    cell: NotebookNode = new_code_cell(source, outputs=[new_output("execute_result", data=data, metadata=metadata)])
+    return cell
 
 
 def notebook(cells: pl.DataFrame) -> NotebookNode:
     """The executed notebook of a study with these cells."""
-    made = new_notebook(
+    made: NotebookNode = new_notebook(
         cells=[
             new_markdown_cell("# Recompute study\n\nPeaks are of one rank; 1 GiB is $2^{30}$ bytes."),
             new_markdown_cell("## What to try first"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from labkit.report.theme import vega_config
+from labkit.report.theme import Mode, vega_config
 from tests.report import frames, pages
 
 pytestmark = pytest.mark.browser
@@ -122,9 +122,10 @@ def test_legends_are_whole_on_a_phone(browser: Browser, report: Path) -> None:
 
 def test_charts_follow_the_reader_into_the_dark(browser: Browser, report: Path) -> None:
     with Opened(browser, report) as opened:
-        for scheme in ("dark", "light"):
-            opened.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            ink = vega_config(scheme)["axisY"]["labelColor"]  # type: ignore[arg-type]
+        schemes: tuple[Mode, ...] = ("dark", "light")
+        for scheme in schemes:
+            opened.page.emulate_media(color_scheme=scheme)
+            ink = vega_config(scheme)["axisY"]["labelColor"]
             opened.page.locator(f"#peaks svg .role-axis-label text[fill='{ink}']").first.wait_for()
         assert opened.page.locator(".lk-chart svg").count() == 4
 

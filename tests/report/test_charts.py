@@ -145,8 +145,8 @@ def test_timeline_stretches_the_estimate_onto_the_phases_of_the_trace() -> None:
         if "start" in row
     }
     assert starts["[moe_act]", "backward"] == pytest.approx(120 / 362)
-    totals = next(data for data in spec["datasets"].values() if set(data[0]) == {"candidate", "position", "gib"})
-    positions = [row["position"] for row in totals if row["candidate"] == "[moe_act]"]
+    totals = next(data for data in spec["datasets"].values() if all(len(m) == 2 for m in data[0].get("moments", ["x"])))
+    positions = next([position for position, _ in row["moments"]] for row in totals if row["candidate"] == "[moe_act]")
     assert any(position == pytest.approx(120 / 362, abs=1e-4) for position in positions)
     assert positions == sorted(positions)
 

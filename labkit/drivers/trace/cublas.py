@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from labkit.drivers.trace.origin import Maker
 from labkit.drivers.trace.tracker import StorageTracker
 from labkit.workload.gpu import MIB, Gpu
 
@@ -25,18 +26,19 @@ def workspace_bytes(gpu: Gpu) -> int:
 
 
 class CublasWorkspaces:
-    """Books each thread's workspace at its first product; give `before_operator` to the tracker."""
+    """Books the workspace of each thread and stream at its first product; give `before_operator` to the tracker."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.bytes = workspace_bytes(gpu)
-        self._threads: set[str] = set()
+        self._seen: set[tuple[str, int]] = set()
 
     def before_operator(self, tracker: StorageTracker, operator: Any) -> None:
-        """Book a workspace if `operator` is this thread's first product."""
+        """Book a workspace if `operator` is the first product of this thread and stream."""
         if operator._schema.name not in _PRODUCTS:
             return
-        # The fake device is the CPU, whose backward runs on the caller's thread: the graph task tells them apart.
+        # Backward of meta tensors runs on the caller's thread: the graph task tells the two apart.
         thread = "forward thread" if torch._C._current_graph_task_id() == -1 else "autograd thread"
-        if thread not in self._threads:
-            self._threads.add(thread)
-            tracker.book(self.bytes, (self.bytes,), "uint8", thread, PRODUCER)
+        stream = tracker.origin.of(operator).stream
+        if (thread, stream) not in self._seen:
+            self._seen.add((thread, stream))
+            tracker.book(self.bytes, (self.bytes,), "uint8", Maker(thread, PRODUCER, stream))

@@ -21,15 +21,19 @@ CUDA = torch.device("cuda", 0)
 
 
 class Stream:
-    """Stands for every stream and event: all work is done the moment it is issued."""
+    """Work is done the moment it is issued, but the allocator keeps the blocks of streams apart: streams have names.
 
+    `Stream.current` is the stream of the code that runs, 0 the default one.
+    """
+
+    current: "Stream"
     device = CUDA
-    cuda_stream = 0
-    stream_id = 0
     priority = 0
+    _made = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.stream_id = self.cuda_stream = Stream._made
+        Stream._made += 1
 
     def __getattr__(self, name: str) -> Callable[..., Self]:
         if name.startswith("__"):
@@ -37,10 +41,40 @@ class Stream:
         return lambda *args, **kwargs: self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
+        return isinstance(other, Stream) and self.stream_id == other.stream_id
 
     def __hash__(self) -> int:
-        return 0
+        return self.stream_id
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+Stream.current = Stream()
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    """`torch.cuda.stream`."""
+    before = Stream.current
+    Stream.current = stream or before
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+class Event:
+    """A moment that is over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
 
     def query(self) -> bool:
         """All work is done."""
@@ -49,10 +83,6 @@ class Stream:
     def elapsed_time(self, other: Self) -> float:
         """No time passes."""
         return 0.0
-
-
-class Event(Stream):
-    """A recorded moment."""
 
 
 class _Device(contextlib.nullcontext[None]):
@@ -97,7 +127,7 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-_true_device: Any = torch._C.TensorBase.device  # type: ignore[attr-defined]
+_true_device: Any = torch._C.TensorBase.device
 
 
 def _reported_device(tensor: torch.Tensor) -> torch.device:
@@ -134,7 +164,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
         total_memory=gpu.total_memory_bytes,
         warp_size=32,
     )
-    stream = Stream()
+    default = Stream.current
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -145,13 +175,11 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
         "get_device_name": gpu.name,
         "is_current_stream_capturing": False,
         "is_bf16_supported": True,
-        "current_stream": stream,
-        "default_stream": stream,
+        "default_stream": default,
         "memory_allocated": 0,
         "max_memory_allocated": 0,
         "memory_reserved": 0,
         "set_device": None,
-        "set_stream": None,
         "synchronize": None,
         "empty_cache": None,
         "manual_seed": None,
@@ -162,7 +190,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     for name, answer in answers.items():
         yield Replacement(torch.cuda, name, _always(answer), NOTHING)
     yield Replacement(torch.cuda, "get_rng_state", _rng_state, "nothing: the state is a host tensor")
-    yield Replacement(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), NOTHING)
+    yield Replacement(torch.cuda, "current_stream", lambda device=None: Stream.current, NOTHING)
+    yield Replacement(torch.cuda, "stream", _on_stream, NOTHING)
     yield Replacement(torch.cuda, "device", _Device, NOTHING)
     yield Replacement(torch.cuda, "Stream", Stream, NOTHING)
     yield Replacement(torch.cuda, "Event", Event, NOTHING)
@@ -176,20 +205,12 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
         ("ByteTensor", torch.uint8),
     ):
         yield Replacement(torch.cuda, name, _factory(dtype), "one tensor of the data")
-    yield Replacement(
-        torch, "compile", _eager, "what is alive at the end of a compiled region; eager code may hold more inside it"
-    )
     # A function mode is off while it handles a call, and so would be all through a backward it had handled.
     yield Replacement(torch.autograd, "has_torch_function", _always(False), NOTHING)
     yield Replacement(torch.Tensor, "device", property(_reported_device), NOTHING)
     yield Replacement(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), NOTHING)
     yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
     yield Replacement(torch.Tensor, "record_stream", _always(None), "nothing: it delays the reuse of the block")
-
-
-def _eager(function: Any = None, **options: Any) -> Any:
-    """`torch.compile`, as a decorator with or without options, that compiles nothing."""
-    return (lambda function: function) if function is None else function
 
 
 def read_scalar(tensor: torch.Tensor) -> bool | int | float:

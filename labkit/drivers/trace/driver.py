@@ -32,19 +32,30 @@ class Trace(Result):
         """The contract's record of the same run."""
 
 
-_lock = threading.Lock()
-_shared: TraceServer | None = None
+class _Shared:
+    """The server that `trace` keeps for the life of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: TraceServer | None = None
+
+    def server(self) -> TraceServer:
+        """A server that takes requests; started when there is none or the last one died."""
+        with self._lock:
+            if self._server is None or not self._server.alive:
+                self._server = TraceServer()
+                self._server.start()
+                atexit.register(self._server.close)
+            return self._server
+
+
+_shared = _Shared()
 
 
 def trace(workload: Workload) -> Trace:
-    """Trace `workload` on rank 0 in a worker process that this process keeps for the next call.
+    """Trace `workload` on rank 0, in a child of a worker process that this process keeps for the next call.
 
     Raises:
         WorkError: the trace failed; one sentence says in which phase and why.
     """
-    global _shared
-    with _lock:
-        if _shared is None or not _shared.alive:
-            _shared = TraceServer().__enter__()
-            atexit.register(_shared.close)
-    return _shared.run(workload)
+    return _shared.server().run(workload)

@@ -15,6 +15,7 @@ from labkit.drivers.trace.routing import balanced
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 
+
 def replacements() -> Iterator[Replacement]:
     """What every step needs beyond `torch.cuda` and Transformer Engine's library; imports Megatron Core."""
     importlib.import_module("labkit.drivers.step")

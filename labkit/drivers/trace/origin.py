@@ -1,17 +1,20 @@
-"""Who makes a tensor: the module path, in forward and in backward, and the operator or function.
+"""Who makes a tensor: the module path, in forward and in backward, the operator or function, and on which stream.
 
 Forward is easy: hooks keep a stack of the modules whose forward runs. Backward runs no module, only autograd nodes;
 so when a module's forward returns, the nodes it made (reachable from its outputs and not yet claimed by a module
 inside it) are labelled with its path, and backward reads the label of the node that runs. A recompute region runs
-modules again, inside backward: the stack then names them, before any node does.
+modules again, inside backward: the stack then names them, before any node does. The label also keeps the stream of
+the forward, on which autograd runs the node.
+
+Known limitation: nodes made between modules on a side stream are labelled with the stream of the module around them.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -22,8 +25,8 @@ OUTSIDE = "-"
 _LABEL = "labkit.module"
 
 _BARE_ALLOCATIONS = frozenset(
-    "arange clone copy empty empty_like empty_strided full full_like new_empty new_full new_zeros ones ones_like repeat "
-    "zeros zeros_like _to_copy".split()
+    "arange clone copy empty empty_like empty_strided full full_like new_empty new_full new_zeros ones ones_like "
+    "repeat zeros zeros_like _to_copy".split()
 )
 """Operators that say nothing about the tensor: their caller names it."""
 
@@ -34,13 +37,24 @@ _SPEAKING = str(_HERE / "te_shapes.py")
 """But for the functions that stand for Transformer Engine's."""
 
 
-class Origin:
-    """Knows what runs. Idle outside `watching`."""
+class Maker(NamedTuple):
+    """Where a tensor comes from."""
 
-    def __init__(self) -> None:
+    module: str
+    """Path of the module whose forward or backward makes it; `OUTSIDE` if none."""
+    producer: str
+    """The operator, or the function that called it if the operator only allocates."""
+    stream: int
+
+
+class Origin:
+    """Knows what runs. Follows no module outside `watching`; `stream` says which stream is current."""
+
+    def __init__(self, stream: Callable[[], int] = lambda: 0) -> None:
+        self.stream = stream
         self._paths: dict[torch.nn.Module, str] = {}
         self._stack: list[str] = []
-        self._last = OUTSIDE
+        self._last = (OUTSIDE, 0)
         self._silent: dict[CodeType, bool] = {}
 
     @contextmanager
@@ -66,32 +80,35 @@ class Origin:
         finally:
             self._stack.pop()
 
-    def of(self, function: Any) -> tuple[str, str]:
-        """(module path, producer) of a tensor that `function` makes now."""
-        return self._module(), self._producer(function)
+    def of(self, function: Any) -> Maker:
+        """The maker of a tensor that `function` makes now."""
+        module, stream = self._place()
+        return Maker(module, self._producer(function), stream)
 
-    def _module(self) -> str:
+    def _place(self) -> tuple[str, int]:
+        stream = self.stream()
         if self._stack:
-            return self._stack[-1]
-        node = torch._C._current_autograd_node()
+            return self._stack[-1], stream
+        node: Any = torch._C._current_autograd_node()
         if node is None:
-            self._last = OUTSIDE
-            return OUTSIDE
+            self._last = (OUTSIDE, stream)
+            return self._last
         # A node made between modules while a region was replayed has no label: it belongs to its neighbour.
         self._last = node.metadata.get(_LABEL, self._last)
-        return self._last
+        module, stream_of_node = self._last
+        return module, stream or stream_of_node
 
     def _producer(self, function: Any) -> str:
         name = getattr(function, "__name__", "").split(".")[0]
         if name not in _BARE_ALLOCATIONS and name != "resize_":
             return name
-        frame = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(3)
         for _ in range(24):
             if frame is None:
                 break
             code = frame.f_code
             if code.co_name == "_engine_run_backward":
-                node = torch._C._current_autograd_node()
+                node: Any = torch._C._current_autograd_node()
                 return f"{node.name()}.{name}" if node is not None else name
             if not self._is_silent(code):
                 return code.co_name
@@ -107,12 +124,12 @@ class Origin:
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         parent = self._stack[-1] if self._stack else OUTSIDE
-        _label(args, parent)
+        _label(args, (parent, self.stream()))
         self._stack.append(self._paths.get(module, parent))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         path = self._stack.pop()
-        _label(output, path)
+        _label(output, (path, self.stream()))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -123,14 +140,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _label(value: Any, path: str) -> None:
-    """Give `path` to every unlabelled autograd node behind the tensors in `value`."""
+def _label(value: Any, label: tuple[str, int]) -> None:
+    """Give `label` to every unlabelled autograd node behind the tensors in `value`."""
     with torch._C.DisableTorchFunction():
         waiting = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        metadata: dict[str, Any] = node.metadata
+        metadata: Any = node.metadata
         if _LABEL in metadata:
             continue
-        metadata[_LABEL] = path
+        metadata[_LABEL] = label
         waiting += [following for following, _ in node.next_functions if following is not None]

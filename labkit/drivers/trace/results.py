@@ -29,7 +29,7 @@ def load(workload: Workload, path: Path) -> Trace:
     """The trace of `workload` that `dump` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     shape = Row._fields.index("shape")
-    rows = (Row(*values[:shape], tuple(values[shape]), *values[shape + 1 :]) for values in content["rows"])
+    rows = (Row._make([*values[:shape], tuple(values[shape]), *values[shape + 1 :]]) for values in content["rows"])
     return Trace(
         workload,
         Ledger(rows, [Moment(*moment) for moment in content["moments"]]),

@@ -1,6 +1,7 @@
 """From the tracker's books to the ledger: what holds each allocation, and for how long it is meant to."""
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 from labkit.allocator import Simulated
@@ -35,7 +36,7 @@ def rows(
 ) -> Iterator[Row]:
     """The ledger's rows, in order of birth."""
     mlp_kinds = workload.model.mlp_kinds
-    ends = {moment.clock: following.clock for moment, following in zip(moments, moments[1:], strict=False)}
+    ends = {moment.clock: following.clock for moment, following in pairwise(moments)}
     starts = sorted(ends)
     last = moments[-1].iteration
     first_step = next(moment.clock for moment in moments if moment.iteration == 1)
@@ -45,12 +46,12 @@ def rows(
     for allocation in allocations:
         while upcoming is not None and upcoming <= allocation.born:
             phase_end, upcoming = ends[upcoming], next(ahead, None)
-        library = allocation.producer in _LIBRARIES
+        library = allocation.maker.producer in _LIBRARIES
         known = names.get(allocation.serial)
         if known is None:
             kind = "library" if library else _kind(allocation, mlp_kinds)
-            module = "" if allocation.module == OUTSIDE else allocation.module
-            known = Name(kind, module, allocation.producer)
+            module = "" if allocation.maker.module == OUTSIDE else allocation.maker.module
+            known = Name(kind, module, allocation.maker.producer)
         yield Row(
             rank=rank,
             phase=allocation.phase,
@@ -64,7 +65,7 @@ def rows(
             bytes=allocation.bytes,
             block_bytes=simulated.block_bytes[allocation.serial],
             lifetime="workspace" if library else _lifetime(allocation, phase_end, first_step, steady, last),
-            certainty="exact" if allocation.producer == cublas.PRODUCER else "traced",
+            certainty="exact" if allocation.maker.producer == cublas.PRODUCER else "traced",
             recompute=None,
             born=allocation.born,
             dies=allocation.dies,
@@ -82,15 +83,15 @@ _KIND_OF_BUILDING = {"model": "parameters", "gradient_buffers": "gradients", "op
 
 def _kind(allocation: Allocation, mlp_kinds: tuple[str, ...]) -> str:
     if allocation.phase == "setup":
-        return _KIND_OF_BUILDING[allocation.module]
+        return _KIND_OF_BUILDING[allocation.maker.module]
     if allocation.phase == "optimizer":
         return "optimizer"
     if allocation.phase == "grad_sync":
         return "gradients"
-    if allocation.module == OUTSIDE:
-        return "input" if allocation.producer == BATCHES else "head"
-    first, *below = allocation.module.split(".")
-    layer = _layer(allocation.module)
+    if allocation.maker.module == OUTSIDE:
+        return "input" if allocation.maker.producer == BATCHES else "head"
+    first, *below = allocation.maker.module.split(".")
+    layer = _layer(allocation.maker.module)
     if layer is not None and len(below) > 2:
         if below[2] == "self_attention":
             return "attention"

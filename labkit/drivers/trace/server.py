@@ -4,10 +4,10 @@ Why a process of its own: the imports take seconds and are paid once; what a tra
 leaves behind (`fake_cuda`) must not reach the user's process; a trace that dies takes nobody with it. Why not
 `multiprocessing`: its children import the user's script, which need not guard itself.
 
-Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "result"}` with the
-path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then `{"id", "done": true}` or
-`{"id", "error": "what happened"}`. The worker has a process group of its own and kills that group when its standard
-input ends, which happens when the process that started it dies, however it dies.
+Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "result"}` with
+the path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then
+`{"id", "done": true}` or `{"id", "error": "what happened"}`. The worker has a process group of its own and kills that
+group when its standard input ends, which happens when the process that started it dies, however it dies.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PhaseCallback = Callable[[int, str], None]
 
+_ENDED = "the trace server ended"
+
 
 class TraceServer:
     """Traces workloads in children of one prepared process; start it with `with`.
@@ -45,8 +47,14 @@ class TraceServer:
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._last = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._open = False
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the process; it takes requests at once and answers when its imports are done."""
         # Its own group, so that one signal ends it and its children, and so that Ctrl-C in a terminal reaches the
         # user's process alone, which then ends it in order.
         # -P: the user's directory may hold files named like modules.
@@ -59,8 +67,8 @@ class TraceServer:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
+        self._open = True
         threading.Thread(target=self._read, args=(self._process,), name="labkit trace server", daemon=True).start()
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -68,12 +76,12 @@ class TraceServer:
     @property
     def alive(self) -> bool:
         """Whether it can take requests."""
-        return self._process is not None and self._process.poll() is None
+        return self._open and self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """End the server and whatever it runs."""
+        """End the server and whatever it runs: a `run` in another thread raises `WorkError`."""
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 self._process.stdin.close()
             self._process.wait()
 
@@ -101,7 +109,8 @@ class TraceServer:
                     else:
                         return load(workload, result)
             finally:
-                self._answers.pop(identity, None)
+                with self._lock:
+                    del self._answers[identity]
 
     def _ask(self, workload: Workload, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -116,8 +125,8 @@ class TraceServer:
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
-            except OSError:
-                answers.put({"error": "the trace server died"})
+            except (OSError, ValueError):  # a broken pipe, or one that `close` has closed
+                answers.put({"error": _ENDED})
         return identity, answers
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -128,5 +137,6 @@ class TraceServer:
             if waiting is not None:
                 waiting.put(answer)
         with self._lock:
+            self._open = False
             for waiting in self._answers.values():
-                waiting.put({"error": "the trace server died"})
+                waiting.put({"error": _ENDED})

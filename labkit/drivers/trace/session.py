@@ -1,6 +1,7 @@
 """A trace in this process: real Megatron Core and Transformer Engine steps over meta tensors, every storage booked."""
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,22 +12,25 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.allocator import simulate
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import cuda_surface, megatron_patches
+from labkit.drivers.trace import compiled, cuda_surface, megatron_patches
+from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.origin import Origin
-from labkit.drivers.trace.patches import NOTHING, Replacement, installed
+from labkit.drivers.trace.patches import installed
 from labkit.drivers.trace.rows import Name, rows
 from labkit.drivers.trace.surface import fake_cuda
 from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
+from labkit.errors import WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
 
 PhaseCallback = Callable[[int, str], None]
+
+_calls = itertools.count()
 
 
 def trace_here(
@@ -34,14 +38,18 @@ def trace_here(
 ) -> Trace:
     """Trace `iterations` steps of one rank in this process (see `fake_cuda` for what that leaves behind).
 
+    Once a process: libraries keep workspaces and caches as long as it lives, and a second trace would miss them.
+
     Raises:
-        WorkError: this process has used the real Transformer Engine.
+        WorkError: this process has traced before, or has used the real Transformer Engine.
     """
+    if next(_calls):
+        raise WorkError("this process has traced before and holds its caches; use TraceServer, which forks for each")
     started = time.monotonic()
     gpu = GPUS[workload.training.gpu]
-    origin, workspaces = Origin(), CublasWorkspaces(gpu)
+    workspaces = CublasWorkspaces(gpu)
     tracker = StorageTracker(
-        origin,
+        Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
         before=lambda operator: workspaces.before_operator(tracker, operator),
         instead={torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar},
     )
@@ -59,6 +67,7 @@ def trace_here(
         enter(_manual_garbage_collection())
         enter(cuda_surface.CudaAsMeta())
         enter(tracker)
+        enter(compiled.watched_by(tracker.fused))
         names = _run(workload, tracker, iterations, phase)
     return _trace(workload, rank, tracker, names, time.monotonic() - started)
 
@@ -132,13 +141,9 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     return names
 
 
-def _trace(
-    workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float
-) -> Trace:
-    simulated = simulate(tracker.events)
-    ledger = Ledger(
-        rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments
-    )
+def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float) -> Trace:
+    simulated = simulate_streams(tracker.events, [allocation.maker.stream for allocation in tracker.allocations])
+    ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments)
     growth = [*simulated.reserved, (len(tracker.events), 0)]
     phases, reserved, position = [], 0, 0
     for index, peak in enumerate(ledger.phase_peaks()):
@@ -170,7 +175,7 @@ def _trace(
         versions=trace_versions(),
         environment={
             "device": f"simulated {GPUS[workload.training.gpu].name}, tensors without data",
-            "allocator": "CUDACachingAllocator simulated: one stream, default settings",
+            "allocator": "CUDACachingAllocator simulated, a pool per stream, default settings",
             "routing": "balanced",
         },
         source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",

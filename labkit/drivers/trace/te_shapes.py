@@ -38,7 +38,7 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
-class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801 (Transformer Engine's name)
+class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """cuDNN's fused attention kernels."""
 
     NVTE_No_Backend = -1
@@ -69,11 +69,11 @@ def _dtype(value: Any, default: torch.dtype) -> torch.dtype:
 
 
 def generic_gemm(
-    A: Tensor,  # noqa: N803 (Transformer Engine's names, here and below)
+    A: Tensor,
     transa: bool,
-    B: Tensor,  # noqa: N803
+    B: Tensor,
     transb: bool,
-    D: Tensor | None,  # noqa: N803
+    D: Tensor | None,
     quantizer: Any,
     out_dtype: Any,
     bias: Tensor | None,
@@ -89,17 +89,17 @@ def generic_gemm(
     rows = (B.shape[-1],) if transb else tuple(B.shape[:-1])
     dtype = _dtype(out_dtype, B.dtype)
     if D is None:
-        D = torch.empty(*rows, columns, dtype=dtype, device=A.device)  # noqa: N806
+        D = torch.empty(*rows, columns, dtype=dtype, device=A.device)
     bias_gradient = torch.empty(bias.numel(), dtype=dtype, device=A.device) if grad and bias is not None else None
     return D, bias_gradient, None, None
 
 
 def te_general_grouped_gemm(
-    A: Any,  # noqa: N803
+    A: Any,
     transa: bool,
-    B: Any,  # noqa: N803
+    B: Any,
     transb: bool,
-    D: Any,  # noqa: N803
+    D: Any,
     out_dtype: Any,
     m_splits: list[int],
     bias: Any,
@@ -140,9 +140,9 @@ def fused_attn_fwd(
     bottom_right_diagonal: Any,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
-    Q: Tensor,  # noqa: N803
-    K: Tensor,  # noqa: N803
-    V: Tensor,  # noqa: N803
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
     """[output, softmax statistics in fp32 (batch, heads, queries, 1), Philox seed and offset] (`attention.cpp`)."""
@@ -174,9 +174,9 @@ def fused_attn_bwd(
     deterministic: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
-    Q: Tensor,  # noqa: N803
-    K: Tensor,  # noqa: N803
-    V: Tensor,  # noqa: N803
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
     *rest: Any,
 ) -> list[Tensor | None]:
     """[dQ, dK, dV, no dBias, no dSoftmaxOffset] (`attention.cpp`); cuDNN's workspace is not modelled."""
@@ -201,12 +201,13 @@ def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm, norm of each tensor or an empty tensor) in fp32 (`multi_tensor/l2norm.cpp`, which also takes 320 floats
-    and, per tensor, a few floats more while it runs)."""
-    first = tensor_lists[0][0]
-    scratch = torch.zeros(320, dtype=torch.float32, device=first.device)
+    """(norm, norm of each tensor or an empty tensor) in fp32 (`multi_tensor/l2norm.cpp`)."""
+    device = tensor_lists[0][0].device
     count = len(tensor_lists[0]) if per_tensor else 0
-    return torch.empty(1, dtype=torch.float32, device=first.device), scratch.new_empty(count)
+    return (
+        torch.empty(1, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+    )
 
 
 def get_fused_attn_backend(parameters: FusedAttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:

@@ -16,14 +16,15 @@ what it keeps must be booked by hand (`book`).
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.drivers.trace.origin import Origin
+from labkit.drivers.trace.origin import Maker, Origin
 from labkit.drivers.trace.patches import Replacement, installed
 from labkit.ledger import Moment, rounded
 
@@ -41,10 +42,7 @@ class Allocation:
     dies: int | None
     iteration: int
     phase: str
-    module: str
-    """Path of the module whose forward or backward made it, below the model."""
-    producer: str
-    """The operator, or the function that called it if the operator only allocates."""
+    maker: Maker
 
 
 class _Liveness(weakref.ref[torch.UntypedStorage]):
@@ -81,22 +79,38 @@ class StorageTracker(TorchDispatchMode):
         self.moments: list[Moment] = []
         self._living: dict[int, tuple[_Liveness, Allocation | None]] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
+        self._fused = 0
+        self._pending: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, ...], str, Maker]] = []
+        """Storages made in the current fused region, with shape, dtype and maker."""
 
     def phase(self, iteration: int, name: str) -> None:
         """From here on the clock is in this phase."""
         if not self.moments or self.moments[-1][1:] != (iteration, name):
             self.moments.append(Moment(len(self.events), iteration, name))
 
-    def book(self, nbytes: int, shape: tuple[int, ...], dtype: str, module: str, producer: str) -> Allocation:
-        """Log an allocation that no tensor shows; it never ends unless `_end` is called."""
+    def book(self, nbytes: int, shape: tuple[int, ...], dtype: str, maker: Maker) -> Allocation:
+        """Log an allocation that no tensor shows; it never ends."""
         iteration, phase = self.moments[-1][1:] if self.moments else (0, "setup")
         serial, born = len(self.allocations) + 1, len(self.events)
-        allocation = Allocation(
-            serial, rounded(nbytes), shape, dtype, born, None, iteration, phase, module, producer
-        )
+        allocation = Allocation(serial, rounded(nbytes), shape, dtype, born, None, iteration, phase, maker)
         self.allocations.append(allocation)
         self.events.append((serial, allocation.bytes))
         return allocation
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """A region whose intermediates stay in registers: what outlives it is booked when it ends."""
+        self._fused += 1
+        try:
+            yield
+        finally:
+            self._fused -= 1
+            if not self._fused:
+                pending, self._pending = self._pending, []
+                for reference, shape, dtype, maker in pending:
+                    storage = reference()
+                    if storage is not None:
+                        self._keep(storage, shape, dtype, maker)
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
         """The living allocation that holds `tensor`; None if it lies on the host or is empty."""
@@ -110,6 +124,17 @@ class StorageTracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, function: Any) -> None:
         storage = tensor.untyped_storage()
+        entry = self._living.get(storage._cdata)
+        if entry is not None and entry[0]() is storage:
+            return
+        shape, dtype, maker = tuple(tensor.shape), str(tensor.dtype)[6:], self.origin.of(function)
+        if self._fused:
+            self._pending.append((weakref.ref(storage), shape, dtype, maker))
+        else:
+            self._keep(storage, shape, dtype, maker)
+
+    def _keep(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str, maker: Maker) -> None:
+        """Book a storage unless it is booked."""
         key = storage._cdata
         entry = self._living.get(key)
         if entry is not None:
@@ -122,9 +147,7 @@ class StorageTracker(TorchDispatchMode):
         if nbytes == 0:
             self._living[key] = (liveness, None)
             return
-        module, producer = self.origin.of(function)
-        allocation = self.book(nbytes, tuple(tensor.shape), str(tensor.dtype)[6:], module, producer)
-        self._living[key] = (liveness, allocation)
+        self._living[key] = (liveness, self.book(nbytes, shape, dtype, maker))
 
     def _died(self, liveness: Any) -> None:
         entry = self._living.get(liveness.key)
@@ -145,8 +168,7 @@ class StorageTracker(TorchDispatchMode):
             self._end(allocation)
         reborn = None
         if nbytes:
-            module, producer = self.origin.of(torch.UntypedStorage.resize_)
-            reborn = self.book(nbytes, (nbytes,), "uint8", module, producer)
+            reborn = self.book(nbytes, (nbytes,), "uint8", self.origin.of(torch.UntypedStorage.resize_))
         self._living[storage._cdata] = (liveness, reborn)
 
     def share(self, destination: torch.Tensor, source: torch.Tensor) -> None:

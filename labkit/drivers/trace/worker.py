@@ -86,7 +86,8 @@ def _serve(answers: int) -> None:
             else:
                 waiting.unregister(key.fd)
                 os.close(key.fd)
-                _bury(*key.data, answers)
+                child, identity = key.data
+                _bury(child, identity, answers)
 
 
 def _start(request: dict[str, Any], answers: int) -> int:
@@ -129,7 +130,7 @@ def _work(request: dict[str, Any], answers: int) -> int:
         dump(trace, Path(request["result"]))
     except LabkitError as error:
         _say(answers, identity, error=str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever Megatron raises becomes one sentence)
         text = str(error).strip().splitlines()
         _say(answers, identity, error=f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__)
     else:

@@ -109,8 +109,8 @@ def rotary_table(tape: Tape, sequence: int, width: int) -> None:
 def rotary(tape: Tape, sizes: Sizes, packed: Value, heads: int, width: int) -> Value:
     """Unfused rotary embedding of a slice (tokens, heads, width) of `packed` (`rope_utils.py`).
 
-    Saves cosine and sine (sequence, width) in the compute dtype; its temporaries are the interleaved copy, the rotated halves and the
-    two products.
+    Saves cosine and sine (sequence, width) in the compute dtype; its temporaries are the interleaved copy, the rotated
+    halves and the two products.
     """
     shape = (sizes.tokens, heads, width)
     cosine = tape.value("cos", (sizes.sequence, width), grad=False)

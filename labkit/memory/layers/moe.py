@@ -53,8 +53,8 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Va
         combined = tape.value("combined_tokens", (routed.sent, sizes.hidden), routed=True)
         tape.op("all_to_all", [expert_output], [combined], communicated_bytes=combined.bytes)
     if dispatched.shared_activation is not None:
-        with tape.module("shared_experts"), tape.module("linear_fc2"):
-            shared_output = row_parallel(tape, sizes, dispatched.shared_activation, shared_width)
+        with tape.module("shared_experts"):
+            shared_output = _overlapped_fc2(tape, sizes, dispatched.shared_activation, shared_width)
         tape.hold([expert_output])
     output = tape.value("output", (sizes.shard, sizes.hidden))
     tape.op("unpermute", [combined], [output], saves=[dispatched.row_id_map])
@@ -162,6 +162,8 @@ def _dispatch(
         shared_input = normed
         if sizes.sp > 1:
             shared_input = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
+            # Its gradient is reduced at once, before the rows are permuted back.
+            tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4
             tape.op("gather_from_sequence_parallel", [normed], [shared_input], communicated_bytes=shared_input.bytes)
     permuted = tape.value("permuted_tokens", (routed.sent, sizes.hidden), routed=True)
     permuted_probabilities = tape.value("permuted_probabilities", (routed.sent,), "fp32", routed=True)
@@ -181,6 +183,10 @@ def _dispatch(
         tape.op("all_to_all", [permuted], [rows], communicated_bytes=rows.bytes)
     shared_activation = None
     if shared_input is not None:
+        # Backward runs these after the tokens' all-to-all, which it launches first.
+        before_tokens = len(tape.ops) - 1 if sizes.ep > 1 else len(tape.ops)
+        tape.backward_at[len(tape.ops)] = before_tokens - 0.5
+        tape.backward_at[len(tape.ops) + 1] = before_tokens - 0.4
         with tape.module("shared_experts"):
             with tape.module("linear_fc1"):
                 gate_and_up = column_parallel(
@@ -245,6 +251,32 @@ def _experts(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, routed: _Routed, d
         )
     # Local variables of TEGroupedMLP.forward, and of its caller, live until it returns.
     tape.hold([rows, gate_and_up, activation])
+    return output
+
+
+def _overlapped_fc2(tape: Tape, sizes: Sizes, activation: Value, width: int) -> Value:
+    """Second half of shared experts beside the combining all-to-all (`linear_fc2_forward`, `post_forward_comm`).
+
+    Sequence numbers let backward start the communication early and the multiplication late: reduce-scatter before
+    unpermute, fc2 after the all-to-all (`set_tensor_grad_fn_sequence_sr`).
+    """
+    output = tape.value("output", (sizes.tokens, sizes.hidden))
+    tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+    with tape.module("linear_fc2"):
+        tape.op(
+            "gemm",
+            [activation],
+            [output],
+            saves=[activation],
+            weight=(sizes.hidden, width),
+            library="te_gemm",
+            flops=2 * sizes.tokens * width * sizes.hidden,
+        )
+    if sizes.sp > 1:
+        shard = tape.value("reduced_output", (sizes.shard, sizes.hidden))
+        tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.5
+        tape.op("reduce_scatter", [output], [shard], communicated_bytes=output.bytes)
+        output = shard
     return output
 
 
