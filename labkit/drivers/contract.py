@@ -91,5 +91,5 @@ class CellKey(Part):
 
     workload_hash: str
     driver: DriverName
-    versions: Many[tuple[str, str]]
+    versions: tuple[tuple[str, str], ...]
     repetition: PositiveInt = 1

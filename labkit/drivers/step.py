@@ -26,6 +26,7 @@ class _PhaseTimers:
 
     def __init__(self, phase: Callable[[str], None]) -> None:
         self._phase = phase
+        self._reported = ""
         self._name = ""
 
     def __call__(self, name: str, log_level: int | None = None) -> "_PhaseTimers":  # noqa: ARG002 (Megatron's call)
@@ -51,10 +52,11 @@ class TrainingStep:
         self.optimizer = optimizer
         self.iteration = 0
         self._phase = phase
+        self._reported = ""
         self._forward_backward = get_forward_backward_func()
         self._batches = batches(workload)
         config = model.config
-        config.timers = _PhaseTimers(lambda name: phase(self.iteration, name))
+        config.timers = _PhaseTimers(self._begin)
         config.grad_scale_func = optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         data_parallel = workload.training.data_parallel
@@ -66,13 +68,18 @@ class TrainingStep:
             model.disable_forward_pre_hook(param_sync=False)
         model.train()
 
+    def _begin(self, phase: str) -> None:
+        if phase != self._reported:
+            self._reported = phase
+            self._phase(self.iteration, phase)
+
     def run(self) -> torch.Tensor:
         """Take one step; returns the mean loss over its micro-batches, a scalar on the device."""
         # What zeroing frees (the optimizer's copies of the gradients) is the last step's: the new one begins after it.
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.iteration += 1
-        self._phase(self.iteration, "forward")
+        self._begin("forward")
         losses = self._forward_backward(
             forward_step_func=_forward,
             data_iterator=self._batches,
@@ -82,7 +89,7 @@ class TrainingStep:
             micro_batch_size=self.workload.batch.micro_batch_size,
             forward_only=False,
         )
-        self._phase(self.iteration, "optimizer")
+        self._begin("optimizer")
         self.optimizer.step()
         if self._late_hooks and self.iteration == 1:
             self.model.enable_forward_pre_hook()

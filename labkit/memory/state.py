@@ -123,7 +123,10 @@ class State:
             book.close(number)
         if not self._optimizer.main_params_in_te:
             for shard in self._shards:
+                # `shard_model_param.clone().float()`
+                clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
                 self._open_shard(book, shard, "main_param", self._optimizer.main_params_dtype, "state")
+                book.close(clone)
 
     def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])

@@ -94,8 +94,8 @@ def _output(output: NotebookNode, markdown: MarkdownWithMath) -> Markup:
     data: Mapping[str, Any] = output.data
     makers: dict[str, Callable[[Any], Markup]] = {
         VEGALITE: _figure,
-        "text/html": lambda html: _scrollable(_trusted(html)),
-        "text/markdown": lambda text: _scrollable(_trusted(markdown(text))),
+        "text/html": _shown,
+        "text/markdown": lambda text: _shown(markdown(text)),
         "image/png": _image,
         "text/plain": Markup("<pre>{}</pre>").format,
     }
@@ -108,9 +108,10 @@ def _image(png: str) -> Markup:
     )
 
 
-def _scrollable(content: Markup) -> Markup:
+def _shown(content: str) -> Markup:
     # Wide tables scroll in their own box, which the keyboard must be able to reach.
-    return Markup('<div class="lk-output" role="group" aria-label="Table" tabindex="0">{}</div>').format(content)
+    kind = ' role="group" aria-label="Table" tabindex="0"' if "<table" in content else ""
+    return Markup('<div class="lk-output"{}>{}</div>').format(_trusted(kind), _trusted(content))
 
 
 _FIGURE = Markup(

@@ -193,7 +193,7 @@ def contract(frame: pl.DataFrame) -> GT:
             pl.col("origin").replace("", _NONE),
             pl.col("latest").str.slice(0, 16).str.replace("T", " "),
             pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),
-            "steady_iterations",
+            pl.when(pl.col("steady_iterations") > 0).then("steady_iterations").alias("steady_iterations"),
             pl.col("versions").replace("", _NONE),
             pl.col("environment").replace("", _NONE),
         )

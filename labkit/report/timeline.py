@@ -122,7 +122,7 @@ def _areas(present: list[str], top: float, highlighted: alt.Parameter) -> alt.Ch
         .transform_fold([_key(name) for name in present], as_=["key", "mib"])
         .transform_calculate(gib="datum.mib / 1024", place=f"{places}[datum.key]")
         .transform_calculate(category=f"{literal(present)}[datum.place]")
-        .mark_area(interpolate="step-after", style="segment", line=False)
+        .mark_area(interpolate="step-after", style="segment", strokeWidth=0.3)
         .encode(
             x=_x(),
             y=_y(top).stack("zero"),
@@ -183,15 +183,19 @@ def _estimate(estimated: pl.DataFrame, top: float) -> alt.Chart:
 
 
 def _phase_marks(phases: pl.DataFrame) -> list[alt.Chart]:
+    """A rule where each phase starts, its name if there is room for it; the last one finds room at the end."""
     base = alt.Chart(rows_data(phases)).transform_filter(_CHOSEN)
-    x = alt.X("start:Q", title=_X_TITLE)
-    return [
-        base.mark_rule(style="guide", strokeDash=[1, 3]).encode(x=x),
-        base.transform_filter("(datum.end - datum.start) * width > 56")
-        .mark_text(style="note", align="left", baseline="bottom", dx=2, dy=-3)
-        .encode(x=x, y=alt.value(0), text="phase:N")
-        .properties(name="note_phases"),
+    wide = "(datum.end - datum.start) * width > 56"
+    names = [
+        base.transform_filter(shown)
+        .mark_text(style="note", align=align, baseline="bottom", dx=shift / 4, dy=-3)
+        .encode(x=alt.X(f"{edge}:Q", title=_X_TITLE), y=alt.value(0), text="phase:N")
+        .properties(name=f"note_phase_{edge}")
+        for edge, shown, (align, shift) in zip(
+            ("start", "end"), (wide, f"datum.end === 1 && !({wide})"), SIDES, strict=True
+        )
     ]
+    return [base.mark_rule(style="guide", strokeDash=[1, 3]).encode(x=alt.X("start:Q", title=_X_TITLE)), *names]
 
 
 def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
@@ -210,7 +214,9 @@ def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
 
 def _hover(present: list[str]) -> alt.Chart:
     """A band from each moment to the next: shaded under the pointer, it tells all the moment's figures."""
-    pointed = alt.selection_point(name="timeline_moment", on="pointerover", clear="pointerout", empty=False)
+    pointed = alt.selection_point(
+        name="timeline_moment", fields=["position"], on="pointerover", clear="pointerout", empty=False
+    )
     keys = {name: _key(name) for name in present}
     total = " + ".join(f"datum.{key}" for key in keys.values()) or "0"
     gib = {f"{key}_gib": f"datum.{key} / 1024" for key in keys.values()}

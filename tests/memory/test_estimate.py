@@ -66,7 +66,7 @@ def test_ends_the_step_as_it_began(control: Estimate) -> None:
 
 
 def test_parameters_and_optimizer_state_are_exact(control: Estimate) -> None:
-    """5.2 B bytes of parameters: bf16 weights and gradients, fp32 main parameters, bf16 moments of this rank's shard."""
+    """5.2 B bytes of parameters: bf16 weights and gradients, fp32 main parameters, bf16 moments of one rank's shard."""
     state = breakdown(control.ledger.between_steps())
     experts = 26 * 8 * 3 * 2048 * 1408
     dense_shard = (5_199_465_472 // 2 - experts) // 4

@@ -158,6 +158,7 @@ def test_pointing_into_the_timeline_tells_the_moment(browser: Browser, report: P
         assert "backward" in said
         assert "total (GiB)" in said
         assert "optimizer state" in said
+        assert opened.page.locator("#timeline svg .mark-rect.role-mark path[opacity='0.25']").count() == 1
 
 
 def test_a_legend_entry_singles_its_category_out(browser: Browser, report: Path) -> None:

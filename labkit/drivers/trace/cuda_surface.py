@@ -107,24 +107,25 @@ class CudaAsMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if function is torch.device:
-            return function(*args, **kwargs)
+            return function(*args, **(kwargs or {}))
         if function is torch.Tensor.cuda:
             return args[0].to(META)
         if function is torch.Tensor.pin_memory:
             return args[0]
-        kwargs.pop("pin_memory", None)
-        device = kwargs.get("device")
-        if _is_cuda(device) or type(device) is int:
-            kwargs["device"] = META
-        return function(*(META if _is_cuda(argument) else argument for argument in args), **kwargs)
+        if kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if type(kwargs.get("device")) is int or _is_cuda(kwargs.get("device")):
+                kwargs["device"] = META
+        if any(map(_is_cuda, args)):
+            args = tuple(META if _is_cuda(argument) else argument for argument in args)
+        return function(*args, **(kwargs or {}))
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
+    if type(device) is torch.device:
         return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return type(device) is str and device.startswith("cuda")
 
 
 _true_device: Any = torch._C.TensorBase.device

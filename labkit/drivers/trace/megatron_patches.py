@@ -86,22 +86,15 @@ def _collectives() -> Iterator[Replacement]:
 
 def _expert_routing() -> Iterator[Replacement]:
     """The all-to-all dispatcher's one device-to-host copy, answered from a balanced plan."""
-    import numpy as np
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def copy_to_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if point != self.cuda_dtoh_point:
             return tokens_per_expert
-        experts, local = self.num_experts, self.num_local_experts
-        tokens = self.routing_map.shape[0]
-        splits = balanced(tokens, self.config.moe_router_topk, experts, self.ep_size, self.ep_group.rank())
+        tokens, topk = self.routing_map.shape[0], self.config.moe_router_topk
+        splits = balanced(tokens, topk, self.num_experts, self.ep_size, self.ep_group.rank())
         if self.ep_size > 1:
             self.input_splits, self.output_splits = splits.input_splits, splits.output_splits
-        if local > 1 and not self.config.moe_permute_fusion:
-            self.num_global_tokens_per_local_expert = splits.received
-            order = np.arange(experts)
-            self.sort_input_by_local_experts = order.reshape(-1, local).T.ravel()
-            self.restore_output_by_local_experts = order.reshape(local, -1).T.ravel()
         return splits.tokens_per_expert
 
     yield Replacement(

@@ -123,8 +123,9 @@ class Origin:
         return silent
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        parent = self._stack[-1] if self._stack else OUTSIDE
-        _label(args, (parent, self.stream()))
+        # With an empty stack a replayed region runs in backward, on behalf of the node that replays it.
+        parent, stream = self._place()
+        _label(args, (parent, stream))
         self._stack.append(self._paths.get(module, parent))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:

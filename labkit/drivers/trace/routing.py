@@ -16,13 +16,8 @@ class Splits:
     """Rows sent to each expert-parallel rank."""
     output_splits: Counts
     """Rows received from each of them."""
-    received: Counts
-    """Rows received, by sender (axis 0) and local expert (axis 1)."""
-
-    @property
-    def tokens_per_expert(self) -> Counts:
-        """Rows each local expert works on."""
-        return self.received.sum(axis=0)
+    tokens_per_expert: Counts
+    """Rows each local expert works on."""
 
 
 def balanced(tokens: int, topk: int, num_experts: int, expert_parallel: int, rank: int) -> Splits:
@@ -39,5 +34,5 @@ def balanced(tokens: int, topk: int, num_experts: int, expert_parallel: int, ran
     sent = np.full(num_experts, each, dtype=np.int64)
     sent[:left] += 1
     by_rank = sent.reshape(expert_parallel, num_experts // expert_parallel)
-    received = np.tile(by_rank[rank], (expert_parallel, 1))
-    return Splits(by_rank.sum(axis=1), received.sum(axis=1), received)
+    mine = by_rank[rank]
+    return Splits(by_rank.sum(axis=1), np.full(expert_parallel, mine.sum()), mine * expert_parallel)

@@ -131,11 +131,12 @@ class TraceServer:
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            answer = json.loads(line)
-            waiting = self._answers.get(answer.get("id"))
-            if waiting is not None:
-                waiting.put(answer)
+        with process.stdout:
+            for line in process.stdout:
+                answer = json.loads(line)
+                waiting = self._answers.get(answer["id"])
+                if waiting is not None:
+                    waiting.put(answer)
         with self._lock:
             self._open = False
             for waiting in self._answers.values():

@@ -85,8 +85,7 @@ class StorageTracker(TorchDispatchMode):
 
     def phase(self, iteration: int, name: str) -> None:
         """From here on the clock is in this phase."""
-        if not self.moments or self.moments[-1][1:] != (iteration, name):
-            self.moments.append(Moment(len(self.events), iteration, name))
+        self.moments.append(Moment(len(self.events), iteration, name))
 
     def book(self, nbytes: int, shape: tuple[int, ...], dtype: str, maker: Maker) -> Allocation:
         """Log an allocation that no tensor shows; it never ends."""

@@ -88,7 +88,8 @@ def _cross_entropy(tape: Tape, workload: Workload, sizes: Sizes, logits: Value) 
         outputs,
         saves=[gradient, statistics],
         temporaries=exchanged if sizes.tp > 1 else [],
-        gradient_in=gradient,
+        # Autograd casts a gradient of another dtype: a new tensor.
+        gradient_in=gradient if gradient.dtype == logits.dtype else None,
     )
     # forward() returns the loss alone: logits live on only where backward needs them.
     tape.op("mean", [loss], [tape.value("mean_loss", (1,), "fp32")])

@@ -184,9 +184,9 @@ def _dispatch(
     shared_activation = None
     if shared_input is not None:
         # Backward runs these after the tokens' all-to-all, which it launches first.
-        before_tokens = len(tape.ops) - 1 if sizes.ep > 1 else len(tape.ops)
-        tape.backward_at[len(tape.ops)] = before_tokens - 0.5
-        tape.backward_at[len(tape.ops) + 1] = before_tokens - 0.4
+        if sizes.ep > 1:
+            tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+            tape.backward_at[len(tape.ops) + 1] = len(tape.ops) - 1.4
         with tape.module("shared_experts"):
             with tape.module("linear_fc1"):
                 gate_and_up = column_parallel(
@@ -261,7 +261,8 @@ def _overlapped_fc2(tape: Tape, sizes: Sizes, activation: Value, width: int) -> 
     unpermute, fc2 after the all-to-all (`set_tensor_grad_fn_sequence_sr`).
     """
     output = tape.value("output", (sizes.tokens, sizes.hidden))
-    tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+    if sizes.ep > 1:
+        tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
     with tape.module("linear_fc2"):
         tape.op(
             "gemm",
