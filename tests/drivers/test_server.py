@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from labkit import Workload
-from labkit.drivers.trace.driver import trace
+from labkit.drivers.trace.driver import Trace, trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import WorkError
 from tests.drivers.small import small
@@ -46,7 +46,9 @@ def moonlight() -> Workload:
 
 
 def test_several_runs_at_once_are_bit_identical_and_report_their_phases(server: TraceServer) -> None:
-    workload, results, phases = small(), {}, {}
+    workload = small()
+    results: dict[int, Trace] = {}
+    phases: dict[int, list[tuple[int, str]]] = {}
 
     def run(name: int) -> None:
         phases[name] = []

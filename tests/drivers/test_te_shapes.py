@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,10 +41,11 @@ def test_rmsnorm_keeps_one_statistic_a_row_in_fp32() -> None:
 
 def test_attention_with_narrower_values() -> None:
     query, key, value, lengths = meta(16, 2, 4, 48), meta(16, 2, 4, 48), meta(16, 2, 4, 32), meta(3, dtype=torch.int32)
-    forward = te_shapes.fused_attn_fwd(16, 16, *[None] * 12, lengths, lengths, query, key, value)
+    unread: list[Any] = [None] * 15
+    forward = te_shapes.fused_attn_fwd(16, 16, *unread[:12], lengths, lengths, query, key, value)
     assert [tuple(tensor.shape) for tensor in forward] == [(16, 2, 4, 32), (2, 4, 16, 1), (2,)]
     assert [tensor.dtype for tensor in forward] == [torch.bfloat16, torch.float32, torch.int64]
-    backward = te_shapes.fused_attn_bwd(16, 16, *[None] * 15, lengths, lengths, query, key, value)
+    backward = te_shapes.fused_attn_bwd(16, 16, *unread, lengths, lengths, query, key, value)
     assert [None if g is None else g.shape for g in backward] == [query.shape, key.shape, value.shape, None, None]
 
 

@@ -103,11 +103,12 @@ class Block(torch.nn.Module):
         self.replay = replay
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = checkpoint(self._inner, x, use_reentrant=True) if self.replay else self._inner(x)
+        inner: torch.Tensor = checkpoint(self._inner, x, use_reentrant=True) if self.replay else self._inner(x)
         return x + inner
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.nn.functional.gelu(self.first(x)))
+        result: torch.Tensor = self.second(torch.nn.functional.gelu(self.first(x)))
+        return result
 
 
 @pytest.mark.parametrize("replay", [False, True])
