@@ -14,8 +14,9 @@ from labkit.workload import Workload
 BATCHES = "batches"
 """The function that makes a batch (`labkit.drivers.step`)."""
 
-_LIBRARIES = {cublas.PRODUCER, "get_cublas_workspace"}
-"""Producers of library workspaces: PyTorch's, and Transformer Engine's `cpp_extensions.gemm`."""
+_LIBRARIES = {cublas.PRODUCER, "get_cublas_workspace", "get_dummy_wgrad", "get_tensor"}
+"""Producers of what libraries keep for the process: workspaces of PyTorch's cuBLAS and of Transformer Engine's GEMMs
+(`cpp_extensions.gemm`), its dummy weight gradients (`module.base`), Megatron's `GlobalMemoryBuffer`."""
 
 
 class Name(NamedTuple):
@@ -46,7 +47,7 @@ def rows(
     for allocation in allocations:
         while upcoming is not None and upcoming <= allocation.born:
             phase_end, upcoming = ends[upcoming], next(ahead, None)
-        library = allocation.maker.producer in _LIBRARIES
+        library = _of_a_library(allocation)
         known = names.get(allocation.serial)
         if known is None:
             kind = "library" if library else _kind(allocation, mlp_kinds)
@@ -70,6 +71,13 @@ def rows(
             born=allocation.born,
             dies=allocation.dies,
         )
+
+
+def _of_a_library(allocation: Allocation) -> bool:
+    maker = allocation.maker
+    # `RotaryEmbedding.forward` hides its table of angles in an lru_cache.
+    cached_angles = maker.module.endswith(".rotary_pos_emb") and allocation.dies is None
+    return maker.producer in _LIBRARIES or cached_angles
 
 
 def _layer(path: str) -> int | None:
