@@ -91,7 +91,7 @@ def peaks(cells: pl.DataFrame) -> Figure:
     )
     return Figure(
         "peaks",
-        "Peak allocated memory of the busiest rank under each recompute choice, in GiB: estimated, traced and "
+        "Peak allocated memory of one rank under each recompute choice, in GiB: estimated, traced and "
         "published. The scale does not start at zero.",
         layered([points, values, problems], rows, "Peak by estimate, trace and publication", rows_height(rows)),
     )

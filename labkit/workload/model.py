@@ -73,12 +73,12 @@ class Model(Part):
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
         """The MLP of each layer, in order (Megatron Core `get_moe_layer_freq` semantics)."""
-        moe = self.mixture_of_experts
-        if moe is None:
-            return ("dense",) * self.num_layers
-        frequency = moe.moe_layer_freq
+        kinds: tuple[MlpKind, MlpKind] = ("dense", "moe")
+        if self.mixture_of_experts is None:
+            return (kinds[False],) * self.num_layers
+        frequency = self.mixture_of_experts.moe_layer_freq
         if isinstance(frequency, int):
             flags = [layer % frequency == 0 for layer in range(self.num_layers)]
         else:
             flags = [flag == 1 for flag in frequency]
-        return tuple("moe" if flag else "dense" for flag in flags)
+        return tuple(kinds[flag] for flag in flags)

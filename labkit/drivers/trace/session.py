@@ -69,7 +69,8 @@ def trace_here(
         enter(tracker)
         enter(compiled.watched_by(tracker.fused))
         names = _run(workload, tracker, iterations, phase)
-    return _trace(workload, rank, tracker, names, time.monotonic() - started)
+        # Before Megatron takes its groups and buffers down, which is no part of a step.
+        return _trace(workload, rank, tracker, names, time.monotonic() - started)
 
 
 @contextmanager
