@@ -26,7 +26,6 @@ class _PhaseTimers:
 
     def __init__(self, phase: Callable[[str], None]) -> None:
         self._phase = phase
-        self._reported = ""
         self._name = ""
 
     def __call__(self, name: str, log_level: int | None = None) -> "_PhaseTimers":  # noqa: ARG002 (Megatron's call)

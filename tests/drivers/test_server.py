@@ -12,7 +12,7 @@ from labkit import Workload
 from labkit.drivers.trace.driver import Trace, trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import WorkError
-from tests.drivers.small import small
+from tests.small import small
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,17 +12,8 @@ from labkit.ledger import Row, rounded
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 from labkit.workload.gpu import MIB
-from tests.drivers.small import full, selective, small
-
-PUBLISHED_GB = {
-    (): 36.618,
-    ("core_attn",): 36.614,
-    ("mla_up_proj",): 35.902,
-    ("mla_up_proj", "mlp"): 35.917,
-    ("moe_act",): 35.941,
-    ("layernorm", "moe_act"): 35.949,
-}
-"""NVIDIA's matched study of Moonlight 16B on 8 x H100: largest allocated GB (1e9 bytes) of a rank."""
+from tests.published import PEAKS_GB
+from tests.small import full, selective, small
 
 TENSORS_GB = {
     (): 35.759,
@@ -40,16 +31,16 @@ def moonlight(server: TraceServer) -> dict[tuple[str, ...], Trace]:
     workload = Workload.load("data/workloads/moonlight-16b.yaml")
     return {
         labels: server.run(workload.with_recompute(recompute_granularity="selective", recompute_modules=list(labels)))
-        for labels in PUBLISHED_GB
+        for labels in PEAKS_GB
     }
 
 
 @pytest.mark.slow
 def test_peaks_are_the_published_ones(moonlight: dict[tuple[str, ...], Trace]) -> None:
-    for labels, published in PUBLISHED_GB.items():
+    for labels, published in PEAKS_GB.items():
         peak = moonlight[labels].peak_allocated_bytes / 1e9
         assert abs(peak / published - 1) < 0.01, labels
-        difference, measured = peak - moonlight[()].peak_allocated_bytes / 1e9, published - PUBLISHED_GB[()]
+        difference, measured = peak - moonlight[()].peak_allocated_bytes / 1e9, published - PEAKS_GB[()]
         assert abs(difference - measured) < 0.12, labels
         assert difference * measured >= 0, labels
 

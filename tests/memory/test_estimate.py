@@ -10,18 +10,9 @@ from labkit.memory.estimate import Estimate, estimate
 from labkit.summary import breakdown
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
+from tests.published import PEAKS_GB
 
 MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
-
-# NVIDIA, 8 x H100 80GB, August 2026: max allocated after iteration 2, GB = 1e9.
-PUBLISHED = {
-    (): 36.618,
-    ("core_attn",): 36.614,
-    ("mla_up_proj",): 35.902,
-    ("mla_up_proj", "mlp"): 35.917,
-    ("moe_act",): 35.941,
-    ("layernorm", "moe_act"): 35.949,
-}
 
 
 def selective(*labels: str) -> Workload:
@@ -40,16 +31,16 @@ def control() -> Estimate:
     return estimate(selective())
 
 
-@pytest.mark.parametrize("labels", PUBLISHED)
+@pytest.mark.parametrize("labels", PEAKS_GB)
 def test_peaks_are_within_one_percent_of_the_published(labels: tuple[str, ...]) -> None:
     peak = estimate(selective(*labels)).peak_allocated_bytes / 1e9
-    assert peak == pytest.approx(PUBLISHED[labels], rel=0.01)
+    assert peak == pytest.approx(PEAKS_GB[labels], rel=0.01)
 
 
 def test_savings_have_the_published_sign_and_size(control: Estimate) -> None:
-    for labels, published in PUBLISHED.items():
+    for labels, published in PEAKS_GB.items():
         saved = (control.peak_allocated_bytes - estimate(selective(*labels)).peak_allocated_bytes) / 1e9
-        assert saved == pytest.approx(PUBLISHED[()] - published, abs=0.12)
+        assert saved == pytest.approx(PEAKS_GB[()] - published, abs=0.12)
 
 
 def test_every_byte_of_the_peak_is_explained(control: Estimate) -> None:

@@ -8,30 +8,12 @@ from labkit.ledger import Ledger, Moment, Row
 from labkit.study.matrix import Candidate
 from labkit.study.runner import Cell
 from labkit.workload import Workload
+from tests.small import MODEL
 
 VERSIONS = (("labkit", "0.1.0"), ("megatron-core", "0.19.2"))
 
 SMALL = {
-    "model": {
-        "name": "small",
-        "num_layers": 2,
-        "hidden_size": 256,
-        "ffn_hidden_size": 512,
-        "num_attention_heads": 4,
-        "vocab_size": 1024,
-        "multi_latent_attention": {
-            "kv_lora_rank": 64,
-            "qk_head_dim": 32,
-            "qk_pos_emb_head_dim": 16,
-            "v_head_dim": 32,
-        },
-        "mixture_of_experts": {
-            "num_moe_experts": 8,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 128,
-            "moe_layer_freq": [0, 1],
-        },
-    },
+    "model": MODEL,
     "parallelism": {"world_size": 2, "expert_model_parallel_size": 2},
     "batch": {"seq_length": 128, "global_batch_size": 2},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": []},

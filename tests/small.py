@@ -4,7 +4,7 @@ from typing import Any
 
 from labkit import Workload
 
-_MODEL: dict[str, Any] = {
+MODEL: dict[str, Any] = {
     "name": "small",
     "num_layers": 2,
     "hidden_size": 256,
@@ -32,7 +32,7 @@ _MODEL: dict[str, Any] = {
 def small(**changes: Any) -> Workload:
     """The small workload with top-level sections changed: keys with dots reach into them."""
     mapping: dict[str, Any] = {
-        "model": _MODEL,
+        "model": MODEL,
         "parallelism": {
             "world_size": 4,
             "tensor_model_parallel_size": 2,
