@@ -57,7 +57,7 @@ def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
 
 @app.command()
 def trace(workload: WorkloadArgument, json: JsonOption = False) -> None:
-    """Trace the peak memory of one rank: the real Megatron Core code over fake tensors, no GPU."""
+    """Trace the peak memory of one rank: the real Megatron Core code over tensors without data, no GPU."""
     from rich.console import Console
 
     from labkit.workload import Workload
