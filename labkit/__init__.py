@@ -3,7 +3,7 @@
 >>> import labkit
 >>> workload = labkit.Workload.load("data/workloads/moonlight-16b.yaml")
 >>> estimate = labkit.estimate(workload)  # milliseconds, no GPU, no torch
->>> trace = labkit.trace(workload)  # real Megatron Core code over fake tensors, no GPU  # doctest: +SKIP
+>>> trace = labkit.trace(workload)  # real Megatron Core code over tensors without data, no GPU  # doctest: +SKIP
 >>> study = labkit.Study.load("data/studies/moonlight-16b.yaml")  # doctest: +SKIP
 """
 
