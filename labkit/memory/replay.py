@@ -14,10 +14,11 @@ class Replay(NamedTuple):
 
     flops: int
     hbm_bytes: int
-    """Read and written: every input and output once."""
+    """Read and written: every input, output and weight once."""
     communicated_bytes: int
+    """Received from other ranks."""
     seconds: float
-    """Lower bound: each operation at the faster of compute and memory limits, communication at NVLink speed."""
+    """Lower bound: each operation at the slowest of compute, memory and NVLink, all at their data-sheet speeds."""
 
 
 def replay(tape: Tape, found: Iterable[Region], workload: Workload) -> Replay:
@@ -30,16 +31,23 @@ def replay(tape: Tape, found: Iterable[Region], workload: Workload) -> Replay:
     seconds = 0.0
     for index in {index for region in found for index in range(region.first, region.last + 1)}:
         op = tape.ops[index]
-        traffic = _traffic(op)
+        traffic = _traffic(op, tape)
         flops += op.flops
         hbm += traffic
         communicated += op.communicated_bytes
-        seconds += max(op.flops / gpu.bf16_flops, traffic / gpu.hbm_bytes_per_second)
-        seconds += op.communicated_bytes / gpu.nvlink_bytes_per_second
+        seconds += max(
+            op.flops / gpu.bf16_flops,
+            traffic / gpu.hbm_bytes_per_second,
+            op.communicated_bytes / gpu.nvlink_bytes_per_second,
+        )
     times = workload.num_microbatches
     return Replay(flops * times, hbm * times, communicated * times, seconds * times)
 
 
-def _traffic(op: Op) -> int:
+def _traffic(op: Op, tape: Tape) -> int:
+    """Bytes read and written: inputs, outputs and weights once each; none where the outputs are views of the inputs."""
+    if op.outputs and all(value.base is not None for value in op.outputs) and not op.aliases:
+        return 0
     tensors = sum(value.bytes for value in (*op.inputs, *op.outputs))
-    return tensors + sum(buffer.bytes for buffer in op.temporaries)
+    weights = 0 if op.weight is None else tape.buffer("weight", op.weight).bytes * op.weights
+    return tensors + weights

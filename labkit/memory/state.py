@@ -171,41 +171,77 @@ class State:
     def step(self, book: Book) -> None:
         """Optimizer step: fp32 gradient copies where Megatron holds the main parameters; moments on the first step.
 
-        Sources: `DistributedOptimizer._copy_model_grads_to_main_grads`, `FusedAdam.initialize_state`.
+        Sources: `DistributedOptimizer._copy_model_grads_to_main_grads`, `FusedAdam.step`.
         """
         if not self._optimizer.main_params_in_te and self._gradient_dtype != "fp32":
             self._gradient_copies = [
                 self._open_shard(book, shard, "fp32 gradient", "fp32", "transient") for shard in self._shards
             ]
+        for group in self._groups:
+            copies = []
+            for shard in group:
+                if not self._moments_exist:
+                    self._make_moments(book, shard)
+                copies += [
+                    self._open_shard(book, shard, f"fp32 {name}", "fp32", "transient") for name in self._unfused_moments
+                ]
+            for number in copies:
+                book.close(number)
         if not self._moments_exist:
             self._moments_exist = True
-            self._make_moments(book)
+            self._make_scales(book)
 
-    def _make_moments(self, book: Book) -> None:
+    @property
+    def _groups(self) -> list[list[Shard]]:
+        """Shards in the order FusedAdam steps them: dense before experts, matrices (weight decay) before vectors."""
+        return [
+            [shard for shard in buffer.shards if (len(shard.parameter.shape) > 1) == matrices]
+            for buffer in self._buffers
+            for matrices in (True, False)
+        ]
+
+    @property
+    def _moments(self) -> list[tuple[str, str]]:
+        return [("exp_avg", self._optimizer.exp_avg_dtype), ("exp_avg_sq", self._optimizer.exp_avg_sq_dtype)]
+
+    @property
+    def _unfused_moments(self) -> list[str]:
+        """Moments that the step copies to fp32, group by group: of bf16, unless both are (`FusedAdam.fuse_unscale`)."""
+        narrow = [name for name, dtype in self._moments if dtype == "bf16"]
+        return narrow if len(narrow) == 1 else []
+
+    @property
+    def _states(self) -> list[tuple[str, str]]:
+        """Names and dtypes of what FusedAdam keeps of a shard."""
         optimizer = self._optimizer
-        states = [("exp_avg", optimizer.exp_avg_dtype), ("exp_avg_sq", optimizer.exp_avg_sq_dtype)]
-        copied = optimizer.main_params_in_te and not optimizer.store_param_remainders
-        if optimizer.main_params_in_te:
-            # With remainders FusedAdam keeps 16 bits beside each bf16 parameter, else the whole fp32 one.
-            states.append(("master_param", "fp32" if copied else "bf16"))
-        for shard in self._shards:
-            for name, dtype in states:
-                self._open_shard(book, shard, name, dtype, "state")
-            if copied:
-                # `master = param.clone().detach().float()` on its way into the state.
-                clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
-                master = self._open_shard(book, shard, "fp32 parameter copy", "fp32", "transient")
-                book.close(clone)
-                book.close(master)
-        scaled = sum(dtype != "fp32" for _, dtype in states) * len(self._shards)
-        if scaled:
+        if not optimizer.main_params_in_te:
+            return self._moments
+        # With remainders it keeps 16 bits beside each bf16 parameter, else the whole fp32 one.
+        return [*self._moments, ("master_param", "bf16" if optimizer.store_param_remainders else "fp32")]
+
+    def _make_moments(self, book: Book, shard: Shard) -> None:
+        """`FusedAdam.initialize_state`."""
+        for name, dtype in self._states:
+            self._open_shard(book, shard, name, dtype, "state")
+        if ("master_param", "fp32") in self._states:
+            # `master = param.clone().detach().float()` on its way into the state.
+            clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
+            master = self._open_shard(book, shard, "fp32 parameter copy", "fp32", "transient")
+            book.close(clone)
+            book.close(master)
+
+    def _make_scales(self, book: Book) -> None:
+        """One fp32 scalar for each state that is not fp32."""
+        count = sum(dtype != "fp32" for _, dtype in self._states) * len(self._shards)
+        if count:
+            nbytes = rounded(4) * count
             book.open(
                 "state scales",
                 (1,),
                 "fp32",
-                rounded(4) * scaled,
+                nbytes,
                 module="optimizer",
                 kind="optimizer",
                 lifetime="state",
-                count=scaled,
+                count=count,
             )

@@ -10,6 +10,10 @@ from labkit.workload.training import Software
 
 CrossEntropyGradient = Literal["in_place", "fp32_buffer", "input_copy"]
 
+KNOWN = {"transformer_engine": ((2, 13), (2, 20)), "megatron_core": ((0, 19), (0, 19))}
+"""First and last minor version whose habits are known here. Before 2.13 Transformer Engine's FusedAdam copied bf16
+moments to fp32 in the step (no `fuse_unscale` in `optimizers/fused_adam.py`)."""
+
 
 def version_tuple(version: str) -> tuple[int, ...]:
     """`"2.20.2"` -> `(2, 20, 2)`; a non-numeric part ends it."""

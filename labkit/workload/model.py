@@ -42,7 +42,7 @@ class MixtureOfExperts(Part):
     moe_router_group_topk: PositiveInt | None = None
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_dtype: Literal["fp32"] | None = None
     """Dtype of routing and combination weights; None keeps the compute dtype."""
 
 

@@ -7,6 +7,8 @@ that is theirs names the field they reject.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from labkit.workload.behaviour import KNOWN, version_tuple
+
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
 
@@ -26,8 +28,21 @@ class Finding(NamedTuple):
 
 def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
-    found = [*_sizes(workload), *_layout(workload), *_recompute(workload)]
+    found = [*_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     return sorted(found, key=lambda finding: finding.severity)
+
+
+def _software(workload: "Workload") -> Iterator[Finding]:
+    for name, (first, last) in KNOWN.items():
+        stated = getattr(workload.training.software, name)
+        if not first <= version_tuple(stated)[:2] <= last:
+            known = " to ".join(dict.fromkeys(".".join(map(str, version)) for version in (first, last)))
+            yield Finding(
+                "error",
+                f"training.software.{name}",
+                f"what version {stated!r} keeps in memory is not known here",
+                f"use one of {known}",
+            )
 
 
 def _divides(divisor: int, number: int, field: str, what: str) -> Iterator[Finding]:

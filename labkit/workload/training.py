@@ -5,7 +5,7 @@ from typing import Literal
 from labkit.workload.base import Part
 
 FloatName = Literal["fp32", "bf16"]
-FLOAT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2}
+FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
 
 
 class Kernels(Part):

@@ -86,6 +86,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "training.optimizer.fp8_recipe": None,
         "training.optimizer.store_param_remainders": False,
     },
+    "second moment in full precision": {"training.optimizer.exp_avg_sq_dtype": "fp32"},
+    "first moment in full precision, remainders": {
+        "training.optimizer.exp_avg_dtype": "fp32",
+        "training.optimizer.fp8_recipe": None,
+    },
     "weight gradients not fused": {"training.kernels.gradient_accumulation_fusion": False},
     "no overlap of reduction": {
         "training.data_parallel.overlap_grad_reduce": False,

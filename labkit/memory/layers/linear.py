@@ -37,7 +37,7 @@ def column_parallel(tape: Tape, sizes: Sizes, x: Value, width: int, out_width: i
         weight=(out_width, width),
         library="te_gemm",
         flops=2 * sizes.tokens * width * out_width,
-        communicated_bytes=full.bytes if gathers else 0,
+        communicated_bytes=sizes.from_tensor_ranks(full.bytes) if gathers else 0,
     )
     return out
 
@@ -58,7 +58,8 @@ def row_parallel(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
         weight=(sizes.hidden, width),
         library="te_gemm",
         flops=2 * sizes.tokens * width * sizes.hidden,
-        communicated_bytes=partial.bytes if sizes.tp > 1 else 0,
+        # An all-reduce moves twice what a reduce-scatter does.
+        communicated_bytes=sizes.from_tensor_ranks(partial.bytes) * (1 if scatters else 2),
     )
     return out
 

@@ -51,7 +51,7 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Va
     combined = expert_output
     if sizes.ep > 1:
         combined = tape.value("combined_tokens", (routed.sent, sizes.hidden), routed=True)
-        tape.op("all_to_all", [expert_output], [combined], communicated_bytes=combined.bytes)
+        tape.op("all_to_all", [expert_output], [combined], communicated_bytes=sizes.from_expert_ranks(combined.bytes))
     if dispatched.shared_activation is not None:
         with tape.module("shared_experts"):
             shared_output = _overlapped_fc2(tape, sizes, dispatched.shared_activation, shared_width)
@@ -164,9 +164,14 @@ def _dispatch(
             shared_input = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
             # Its gradient is reduced at once, before the rows are permuted back.
             tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4
-            tape.op("gather_from_sequence_parallel", [normed], [shared_input], communicated_bytes=shared_input.bytes)
+            tape.op(
+                "gather_from_sequence_parallel",
+                [normed],
+                [shared_input],
+                communicated_bytes=sizes.from_tensor_ranks(shared_input.bytes),
+            )
     permuted = tape.value("permuted_tokens", (routed.sent, sizes.hidden), routed=True)
-    permuted_probabilities = tape.value("permuted_probabilities", (routed.sent,), "fp32", routed=True)
+    permuted_probabilities = tape.value("permuted_probabilities", (routed.sent,), probabilities.dtype, routed=True)
     experts = probabilities.shape[1]
     mapping = tape.value("row_id_map", (sizes.shard, 2 * experts + 1), "int32", grad=False)
     tape.op(
@@ -180,7 +185,7 @@ def _dispatch(
     rows, row_probabilities = permuted, permuted_probabilities
     if sizes.ep > 1:
         rows = tape.value("dispatched_tokens", (routed.received, sizes.hidden), routed=True)
-        tape.op("all_to_all", [permuted], [rows], communicated_bytes=rows.bytes)
+        tape.op("all_to_all", [permuted], [rows], communicated_bytes=sizes.from_expert_ranks(rows.bytes))
     shared_activation = None
     if shared_input is not None:
         # Backward runs these after the tokens' all-to-all, which it launches first.
@@ -195,7 +200,7 @@ def _dispatch(
             with tape.module("@activation"):
                 shared_activation = swiglu(tape, sizes.tokens, gate_and_up, overlapped_width)
     if sizes.ep > 1:
-        row_probabilities = tape.value("dispatched_probabilities", (routed.received,), "fp32", routed=True)
+        row_probabilities = tape.value("dispatched_probabilities", (routed.received,), probabilities.dtype, routed=True)
         tape.op("all_to_all", [permuted_probabilities], [row_probabilities])
         held += [rows, row_probabilities]
     if routed.local_experts > 1:
@@ -212,7 +217,7 @@ def _sort_chunks(
     if probabilities is None:
         tape.op("sort_chunks", [rows], [ordered, mapping], saves=[mapping])
         return ordered, ordered
-    ordered_probabilities = tape.value("sorted_probabilities", (routed.received,), "fp32", routed=True)
+    ordered_probabilities = tape.value("sorted_probabilities", (routed.received,), probabilities.dtype, routed=True)
     tape.op("sort_chunks", [rows, probabilities], [ordered, ordered_probabilities, mapping], saves=[mapping])
     return ordered, ordered_probabilities
 
@@ -276,7 +281,7 @@ def _overlapped_fc2(tape: Tape, sizes: Sizes, activation: Value, width: int) -> 
     if sizes.sp > 1:
         shard = tape.value("reduced_output", (sizes.shard, sizes.hidden))
         tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.5
-        tape.op("reduce_scatter", [output], [shard], communicated_bytes=output.bytes)
+        tape.op("reduce_scatter", [output], [shard], communicated_bytes=sizes.from_tensor_ranks(output.bytes))
         output = shard
     return output
 

@@ -22,6 +22,14 @@ class Sizes:
     batch: int
     sequence: int
 
+    def from_tensor_ranks(self, nbytes: int) -> int:
+        """Bytes of a tensor of `nbytes`, gathered or reduced over the tensor-parallel group, that others send."""
+        return nbytes * (self.tp - 1) // self.tp
+
+    def from_expert_ranks(self, nbytes: int) -> int:
+        """Bytes of an all-to-all over the expert-parallel group that others send."""
+        return nbytes * (self.ep - 1) // self.ep
+
     @classmethod
     def of(cls, workload: Workload) -> Self:
         """The sizes of a workload."""
