@@ -23,8 +23,9 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 test: env  ## Run all tests (PYTEST_ARGS="-k name" for some)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
-lab: env  ## Open the notebooks in JupyterLab
-	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/recompute_study.py
+lab: env  ## Open the notebooks in JupyterLab (LAB_ARGS=--no-browser over ssh)
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" \
+	    --LabApp.default_url=/lab/tree/notebooks/recompute_study.py $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 lint: env  ## Check format, lint and types
 	@$(BIN)/ruff format --check $(CODE)

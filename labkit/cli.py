@@ -123,10 +123,25 @@ def report(
         raise typer.Exit(1)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(labkit.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print labkit's version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What one rank of a Megatron Core job holds in GPU memory, and what to recompute."""
+
+
 @app.command()
 def version() -> None:
     """Print labkit's version."""
-    typer.echo(labkit.__version__)
+    _print_version(True)
 
 
 def _open(study: Path, store: Path | None) -> "Study":

@@ -137,10 +137,20 @@ class Summary(Part):
     def verdict(self) -> str:
         """One sentence: the peak, where it is, and whether it fits the GPU."""
         relation = "fits" if self.fits else "does not fit"
+        reserved = self.peak_reserved_bytes
+        tight = (
+            f" Tight: the allocator would hold {reserved / GIB:.2f} GiB unless it gives cached blocks back."
+            if self.fits and reserved is not None and reserved >= self.gpu_memory_bytes
+            else ""
+        )
         return (
             f"Peak {self.peak_allocated_bytes / GIB:.3f} GiB ({self.certainty}) in {self.peak_phase} of iteration "
-            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB)."
+            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB).{tight}"
         )
+
+    def __str__(self) -> str:
+        held = "\n".join(f"  {share.category:<22}{share.bytes / GIB:>8.3f} GiB" for share in self.breakdown)
+        return f"{self.workload.model.name}, recompute {self.workload.recompute.label}: {self.verdict}\n{held}"
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -215,6 +225,12 @@ class Result:
             fits=peak.bytes < gpu.total_memory_bytes,
             warnings=tuple(warnings),
         )
+
+    def __repr__(self) -> str:
+        return str(self.summary)
+
+    def __rich__(self) -> Summary:
+        return self.summary
 
     def _repr_html_(self) -> str:
         return self.summary._repr_html_()

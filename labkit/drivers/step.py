@@ -41,12 +41,22 @@ class _PhaseTimers:
 
 
 class TrainingStep:
-    """A model and its optimizer, ready to step. Iterations count from 1."""
+    """A model and its optimizer, ready to step. Iterations count from 1.
+
+    `num_microbatches` is the workload's where time counts, and may be fewer where memory alone does.
+    """
 
     def __init__(
-        self, workload: Workload, model: DistributedDataParallel, optimizer: MegatronOptimizer, phase: PhaseCallback
+        self,
+        workload: Workload,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        phase: PhaseCallback,
+        *,
+        num_microbatches: int,
     ) -> None:
         self.workload = workload
+        self.num_microbatches = num_microbatches
         self.model = model
         self.optimizer = optimizer
         self.iteration = 0
@@ -83,7 +93,7 @@ class TrainingStep:
             forward_step_func=_forward,
             data_iterator=self._batches,
             model=[self.model],
-            num_microbatches=self.workload.num_microbatches,
+            num_microbatches=self.num_microbatches,
             seq_length=self.workload.batch.seq_length,
             micro_batch_size=self.workload.batch.micro_batch_size,
             forward_only=False,

@@ -57,7 +57,7 @@ def estimate(workload: Workload) -> Estimate:
     state.set_up(book)
     for iteration in range(1, ITERATIONS + 1):
         state.zero_gradients(book)
-        for _ in range(workload.num_microbatches):
+        for _ in range(workload.distinct_microbatches):
             book.enter(iteration, "forward")
             player.forward()
             book.enter(iteration, "backward")

@@ -203,7 +203,9 @@ def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
     marker = base.mark_point(style="marker", shape="triangle-down", size=70, filled=True, opacity=1, yOffset=-5)
     labels = [
         base.transform_filter(f"datum.position {relation} 0.5")
-        .transform_calculate(text="'traced peak ' + format(datum.gib, '.3f') + ' GiB in ' + datum.phase")
+        .transform_calculate(
+            text="'traced peak of the steady step ' + format(datum.gib, '.3f') + ' GiB in ' + datum.phase"
+        )
         .mark_text(style="note", align=align, dx=shift, dy=-9, fontWeight=600)
         .encode(x=_x(), y=_y(top), text="text:N")
         .properties(name=f"note_peak_{align}")

@@ -51,6 +51,8 @@ class _Choice:
     label: str
     is_control: bool
     peak: int
+    reserved: int
+    """Segments the allocator holds, 0 where nothing says."""
     phase: str
     saved: int
     cost: float
@@ -77,6 +79,7 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
         choices = _choices(rows, control)
         constrained = limit.stated or control["peak_allocated_bytes"] >= limit.bytes
         said = _within(choices, limit) if constrained else [*_by_efficiency(choices), _fitting(choices, limit)]
+        said += _tight(choices, limit)
     decided = {choice.label: choice for choice in choices}
     for row in rows:
         choice = decided.get(row["candidate"])
@@ -105,6 +108,7 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
                 "peak_allocated_bytes": traced["peak_allocated_bytes"],
                 "estimated_bytes": estimated["peak_allocated_bytes"],
                 "published_bytes": published.get("peak_allocated_bytes"),
+                "peak_reserved_bytes": traced["peak_reserved_bytes"],
                 "saved_bytes": traced["saved_bytes"],
                 "peak_phase": traced["peak_phase"],
                 "step_time_ms": published.get("step_time_ms"),
@@ -132,12 +136,13 @@ def _choices(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> list[_C
             price = f"{milliseconds:.1f} ms a step ({row['step_time_change']:+.1%}, published step time)"
         else:
             milliseconds = (row["replay_seconds"] - control["replay_seconds"]) * 1e3
-            price = f"{milliseconds:.1f} ms a step (estimated replay time)"
+            price = f"{milliseconds:.1f} ms a step (estimated replay time, a lower bound)"
         choices.append(
             _Choice(
                 label=row["candidate"],
                 is_control=row["is_control"],
                 peak=row["peak_allocated_bytes"],
+                reserved=row["peak_reserved_bytes"] or 0,
                 phase=row["peak_phase"],
                 saved=row["saved_bytes"],
                 cost=milliseconds / 1e3,
@@ -223,7 +228,22 @@ def _fitting(choices: Sequence[_Choice], limit: Limit) -> str:
     too_large = [choice.label for choice in choices if choice.peak >= limit.bytes]
     if too_large:
         return f"{_and(too_large)}: larger than {limit}."
-    return f"Every traced choice, the control included, fits {limit}."
+    spare = limit.bytes - next(choice.peak for choice in choices if choice.is_control)
+    return (
+        f"Every traced choice fits {limit}, the control with {_gib(spare)} to spare: unless that memory is needed, "
+        "nothing has to be recomputed."
+    )
+
+
+def _tight(choices: Sequence[_Choice], limit: Limit) -> list[str]:
+    """Choices that stay below the limit only if the allocator gives cached blocks back."""
+    tight = [choice.label for choice in choices if choice.peak < limit.bytes <= choice.reserved]
+    if not tight:
+        return []
+    return [
+        f"{_and(tight)}: tight, since the allocator would hold more than {limit} in segments unless it gives cached "
+        "blocks back."
+    ]
 
 
 def _unfinished(row: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estimated`, `traced` or `published`.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -159,16 +160,18 @@ def timeline(results: "Results", moments: int = 400) -> tuple[pl.DataFrame, pl.D
 
     A step has thousands of events; about `moments` of them are kept: the start and the peak of each phase, and the
     highest and the lowest of each of equal stretches between. `position` runs from 0 to 1 over the step's clock, which
-    counts events, not time.
+    counts events, not time; an estimate's phases are laid over those of the trace beside it.
     """
     lines: list[tuple[Any, ...]] = []
     peaks: list[tuple[Any, ...]] = []
     for result in results.candidates:
+        bounds: tuple[float, ...] = ()
         for held in (result.traced, result.estimate):
             if held is None:
                 continue
             name = (result.candidate.label, held.certainty)
             profile = _Profile(held.ledger)
+            bounds = profile.lay_over(bounds)
             for clock in profile.thinned(moments):
                 where = (profile.position(clock), clock, profile.phase(clock))
                 lines += [(*name, *where, kind, nbytes) for kind, nbytes in profile.held(clock)]
@@ -203,6 +206,15 @@ class _Profile:
             self._holdings.append(tuple(held[kind] for kind in CATEGORIES))
             self._totals.append(sum(self._holdings[-1]))
         self._index = {clock: index for index, clock in enumerate(self.clocks)}
+        self._starts = [moment.clock for moment in self._phases] + [max(self.clocks[-1], self._phases[-1].clock)]
+        span = (self._starts[-1] - self._starts[0]) or 1
+        self._bounds = tuple((start - self._starts[0]) / span for start in self._starts)
+
+    def lay_over(self, bounds: tuple[float, ...]) -> tuple[float, ...]:
+        """Take another profile's positions of phase starts and of the end, where its phases are as many."""
+        if len(bounds) == len(self._bounds):
+            self._bounds = bounds
+        return self._bounds
 
     @property
     def peak(self) -> tuple[int, int]:
@@ -220,8 +232,10 @@ class _Profile:
 
     def position(self, clock: int) -> float:
         """0 at the step's first event, 1 at its last."""
-        span = self.clocks[-1] - self.clocks[0]
-        return (clock - self.clocks[0]) / span if span else 0.0
+        phase = bisect_right(self._starts, clock, hi=len(self._phases)) - 1
+        start, end = self._starts[phase], self._starts[phase + 1]
+        within = (clock - start) / (end - start) if end > start else 0.0
+        return self._bounds[phase] + within * (self._bounds[phase + 1] - self._bounds[phase])
 
     def thinned(self, moments: int) -> list[int]:
         """About `moments` clocks that keep the outline."""

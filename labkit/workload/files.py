@@ -72,13 +72,21 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else str(problem)
 
 
-def model_mapping(name: str, source: str) -> dict[str, Any]:
-    """The mapping of a model that ships with labkit (`data/models/NAME.yaml`).
+def model_mapping(name: str, source: str, folder: Path) -> dict[str, Any]:
+    """The mapping of a model that ships with labkit (`data/models/NAME.yaml`), or of a YAML file.
+
+    Args:
+        name: The model's name, or a path that ends in `.yaml`, relative to `folder`; the file's stem is then its name.
+        source: Who asks, for errors.
+        folder: Where relative paths start.
 
     Raises:
         InputError: no such model.
     """
+    if name.endswith((".yaml", ".yml")):
+        path = folder / name
+        return {"name": path.stem, **load_mapping(path)}
     known = {path.stem: path for path in (data_directory() / "models").glob("*.yaml")}
     if name not in known:
-        raise InputError(f"{source}: unknown model {name!r}{nearest(name, known)}")
+        raise InputError(f"{source}: unknown model {name!r}{nearest(name, known)} (or give a .yaml file of its sizes)")
     return {"name": name, **load_mapping(known[name])}

@@ -23,7 +23,7 @@ class Workload(Part):
     """A model, a parallel layout, a batch, a recompute choice and a training setup.
 
     Frozen and hashable. Build one from keywords, with `from_mapping`, or with `load` from YAML; the last two
-    accept a model's name in place of its mapping and raise `InputError` (one sentence) for anything wrong.
+    accept a model's name or file in place of its mapping and raise `InputError` (one sentence) for anything wrong.
     The constructor raises pydantic's `ValidationError` for wrong types; `checked()` applies the rules.
 
     >>> workload = Workload.load("data/workloads/moonlight-16b.yaml")
@@ -46,7 +46,10 @@ class Workload(Part):
         Raises:
             InputError: the file cannot be read, is not YAML, or describes no workload that can run.
         """
-        return cls.from_mapping(load_mapping(Path(path)), source=str(path))
+        data = load_mapping(Path(path))
+        if isinstance(data.get("model"), str):
+            data["model"] = model_mapping(data["model"], str(path), Path(path).parent)
+        return cls.from_mapping(data, source=str(path))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], source: str = "workload") -> Self:
@@ -57,7 +60,7 @@ class Workload(Part):
         """
         data = dict(mapping)
         if isinstance(data.get("model"), str):
-            data["model"] = model_mapping(data["model"], source)
+            data["model"] = model_mapping(data["model"], source, Path())
         try:
             workload = cls.model_validate(data)
         except ValidationError as error:
@@ -97,6 +100,11 @@ class Workload(Part):
         return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallelism.dp)
 
     @property
+    def distinct_microbatches(self) -> int:
+        """Micro-batches of a step that can differ in memory: without pipelining the second is like all later."""
+        return min(self.num_microbatches, 2)
+
+    @property
     def content_hash(self) -> str:
         """SHA-256 (hex) of everything in it: equal workloads have equal hashes, in every process."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
@@ -105,7 +113,8 @@ class Workload(Part):
 
 def first_problem(model: type[Part], error: ValidationError) -> str:
     """The first validation problem in one sentence, with the nearest valid name for an unknown key or value."""
-    problem = error.errors()[0]
+    # A misspelt key also leaves the right one missing: the key is what to mend.
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = [
         str(part) for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))
     ]
@@ -115,6 +124,8 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
         return f"unknown key {where!r}{nearest(location[-1], valid)}"
     if problem["type"] == "missing":
         return f"{where!r} is missing"
+    if problem["type"] == "tuple_type":
+        return f"{where}: should be a list (got {_shown(problem['input'])})"
     if problem["type"] == "literal_error":
         expected = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return f"{where}: {_shown(problem['input'])} is not allowed{nearest(str(problem['input']), expected)}"

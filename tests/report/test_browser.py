@@ -171,7 +171,7 @@ def test_a_legend_entry_singles_its_category_out(browser: Browser, report: Path)
 
 def test_the_selector_changes_the_candidate(browser: Browser, report: Path) -> None:
     with Opened(browser, report) as opened:
-        assert "traced peak 34.175 GiB in optimizer" in opened.words("timeline")
+        assert "traced peak of the steady step 34.175 GiB in optimizer" in opened.words("timeline")
         opened.page.locator("#timeline select").select_option("[moe_act]")
         opened.page.locator("#timeline svg text", has_text="traced peak 33.543 GiB").wait_for()
 

@@ -115,7 +115,7 @@ def test_timeline_keeps_peak_and_phases() -> None:
     assert all(len(moment) == len(figure.moments) for moment in moments)
     peak = frames.PUBLISHED["[moe_act]"][0] * 1.0021 / 2**20
     assert max(sum(moment[2:]) for moment in moments) == pytest.approx(peak, abs=1)
-    assert "traced peak 34.175 GiB in optimizer" in words(svg(figure))
+    assert "traced peak of the steady step 34.175 GiB in optimizer" in words(svg(figure))
     assert {"forward", "backward", "optimizer"} <= set(words(svg(figure)))
 
 

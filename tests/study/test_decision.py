@@ -56,7 +56,8 @@ def test_moonlight_tries_moe_act_first_and_says_why() -> None:
         "[mla_up_proj], [mla_up_proj, mlp] and [layernorm, moe_act]: dearer than [moe_act] and not materially lower.",
         "All 4 choices that save end on a floor: the optimizer step, in which no activation is alive, holds the peak; "
         "more labels will not lower it.",
-        "Every traced choice, the control included, fits H100 (79.10 GiB).",
+        "Every traced choice fits H100 (79.10 GiB), the control with 45.29 GiB to spare: unless that memory is needed, "
+        "nothing has to be recomputed.",
     )
     assert decision.frame["fits"].all()
 
@@ -65,8 +66,14 @@ def test_without_step_times_the_estimated_replay_decides_and_is_named() -> None:
     rows = [(label, peak, phase, None, replay) for label, peak, phase, _, replay in MOONLIGHT]
     decision = decide(frame(rows), H100)
     assert ranks(decision) == {"[moe_act]": 1}
-    assert "for 4.0 ms a step (estimated replay time)" in decision.sentences[0]
+    assert "for 4.0 ms a step (estimated replay time, a lower bound)" in decision.sentences[0]
     assert decision.frame["step_time_change"].null_count() == 6
+
+
+def test_what_fits_only_without_cached_blocks_is_called_tight() -> None:
+    changed = frame(MOONLIGHT, moe_act={"peak_reserved_bytes": 80 * GIB}, mla_up_proj={"peak_reserved_bytes": 70 * GIB})
+    (sentence,) = [sentence for sentence in decide(changed, H100).sentences if "tight" in sentence]
+    assert sentence.startswith("[moe_act]: tight")
 
 
 def test_one_missing_step_time_prices_everything_by_the_estimate() -> None:

@@ -115,6 +115,34 @@ def test_hostile_or_broken_yaml_is_an_input_error(tmp_path: Path, text: str, sen
     assert sentence in str(raised.value)
 
 
+def test_a_model_may_be_named_by_its_file(tmp_path: Path) -> None:
+    sizes = data_directory() / "models" / "deepseek-v2-lite.yaml"
+    (tmp_path / "mine.yaml").write_text(sizes.read_text())
+    text = MOONLIGHT.read_text().replace("model: moonlight-16b-a3b", "model: mine.yaml")
+    (tmp_path / "w.yaml").write_text(text)
+    assert Workload.load(tmp_path / "w.yaml").model.name == "mine"
+    named = text.replace("model: mine.yaml", "model: deepseek-v2-lite")
+    (tmp_path / "w.yaml").write_text(named)
+    assert Workload.load(tmp_path / "w.yaml").model.vocab_size == 102400
+
+
+def test_a_misspelt_key_is_named_before_the_one_it_leaves_missing(moonlight: Workload) -> None:
+    data = moonlight.model_dump()
+    data["batch"]["seq_len"] = data["batch"].pop("seq_length")
+    with pytest.raises(InputError, match=r"unknown key 'batch\.seq_len'; did you mean 'seq_length'"):
+        Workload.from_mapping(data)
+
+
+def test_versions_whose_habits_are_unknown_are_refused(moonlight: Workload) -> None:
+    for name, version in (
+        ("transformer_engine", "2.12.0"),
+        ("transformer_engine", "banana"),
+        ("megatron_core", "0.18"),
+    ):
+        with pytest.raises(InputError, match="is not known here; use one of"):
+            Workload.from_mapping(changed(moonlight, **{f"training__software__{name}": version}))
+
+
 def test_unreadable_files_are_input_errors(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "missing.yaml", tmp_path, tmp_path / "binary.yaml"):

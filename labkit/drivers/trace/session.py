@@ -135,7 +135,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(workload, wrapped)
     with tracker.origin.watching(model.module):
-        step = TrainingStep(workload, wrapped, optimizer, phase)
+        step = TrainingStep(workload, wrapped, optimizer, phase, num_microbatches=workload.distinct_microbatches)
         for _ in range(iterations):
             gc.collect()
             step.run()
