@@ -173,7 +173,7 @@ def test_the_selector_changes_the_candidate(browser: Browser, report: Path) -> N
     with Opened(browser, report) as opened:
         assert "traced peak of the steady step 34.175 GiB in optimizer" in opened.words("timeline")
         opened.page.locator("#timeline select").select_option("[moe_act]")
-        opened.page.locator("#timeline svg text", has_text="traced peak 33.543 GiB").wait_for()
+        opened.page.locator("#timeline svg text", has_text="traced peak of the steady step 33.543 GiB").wait_for()
 
 
 def test_code_is_hidden_until_asked_for_from_the_keyboard(browser: Browser, report: Path) -> None:
