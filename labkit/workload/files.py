@@ -46,9 +46,11 @@ def load_mapping(path: Path) -> dict[str, Any]:
         InputError: it cannot be read, is larger than 4 MiB, is not YAML, or holds no mapping with text keys.
     """
     try:
-        if path.stat().st_size > _MAXIMUM_BYTES:
+        with path.open("rb") as file:
+            content = file.read(_MAXIMUM_BYTES + 1)  # not the whole: a device has no end
+        if len(content) > _MAXIMUM_BYTES:
             raise InputError(f"{path}: larger than 4 MiB; a workload or study file is a few hundred lines")
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:

@@ -145,7 +145,7 @@ def test_versions_whose_habits_are_unknown_are_refused(moonlight: Workload) -> N
 
 def test_unreadable_files_are_input_errors(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "missing.yaml", tmp_path, tmp_path / "binary.yaml"):
+    for path in (tmp_path / "missing.yaml", tmp_path, tmp_path / "binary.yaml", Path("/dev/zero")):
         with pytest.raises(InputError):
             Workload.load(path)
 
