@@ -112,8 +112,9 @@ def report(
     """Run what is missing of a study and write its report: one self-contained HTML file."""
     opened = _open(study, None)
     output = output or Path("figures") / f"{opened.name}.html"
-    if output.is_dir():
-        raise InputError(f"{output}: is a folder; give the report a file name")
+    from labkit.report.files import check_output
+
+    check_output(output)
     status = opened.run()
     from labkit.report.document import write_report
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import nbformat
 
 import labkit
-from labkit.errors import InputError, WorkError
+from labkit.errors import WorkError
 from labkit.report.execute import execute
-from labkit.report.files import write_atomically
+from labkit.report.files import check_output, write_atomically
 from labkit.report.heading import Fact
 from labkit.report.html import render
 from labkit.report.parameters import RecomputeStudy
@@ -30,12 +30,11 @@ def write_report(study: Path, output: Path) -> Path:
         `output`.
 
     Raises:
-        InputError: the study file is not there or the output is a folder; nothing is written.
+        InputError: the study file is not there, or `check_output` refuses the output; nothing is written.
         WorkError: the notebook failed or the files cannot be written.
     """
     parameters = RecomputeStudy.checked(study=str(study), run=False)
-    if output.is_dir():
-        raise InputError(f"{output}: is a folder; give the report a file name")
+    check_output(output)
     executed, failed = output.with_suffix(".executed.ipynb"), output.with_suffix(".failed.ipynb")
     run = execute(notebook_source("recompute_study"), parameters, failed)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"

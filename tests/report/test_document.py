@@ -14,6 +14,7 @@ import pytest
 
 from labkit.errors import InputError, WorkError
 from labkit.report.document import write_report
+from labkit.report.files import check_output
 
 STUDY = """
 name: tiny
@@ -89,3 +90,15 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "study.yaml", "pipe.html", "taken/report.html"])
+def test_nothing_but_a_report_is_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "study.yaml").write_text("the user's")
+    (tmp_path / "taken").write_text("a file")
+    os.mkfifo(tmp_path / "pipe.html")
+    before = os.lstat("/dev/null")
+    with pytest.raises(InputError):
+        check_output(tmp_path / name)
+    assert (tmp_path / "study.yaml").read_text() == "the user's"
+    assert os.path.samestat(os.lstat("/dev/null"), before)
