@@ -37,6 +37,7 @@ def small(**changes: Any) -> Workload:
             "world_size": 4,
             "tensor_model_parallel_size": 2,
             "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
             "sequence_parallel": True,
         },
         "batch": {"seq_length": 256, "global_batch_size": 2},

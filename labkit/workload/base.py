@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 class Part(BaseModel):
     """A frozen, strictly typed part of a `Workload`; its field names are Megatron Core's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _as_tuple(value: object) -> object:

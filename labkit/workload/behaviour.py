@@ -19,7 +19,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
     """`"2.20.2"` -> `(2, 20, 2)`; a non-numeric part ends it."""
     numbers: list[int] = []
     for part in version.split("."):
-        if not part.isdigit():
+        if not (part.isascii() and part.isdigit()):
             break
         numbers.append(int(part))
     return tuple(numbers)

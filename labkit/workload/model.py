@@ -1,6 +1,6 @@
 """The model: its sizes, in Megatron Core's `TransformerConfig` vocabulary."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -27,7 +27,7 @@ class MultiLatentAttention(Part):
 class MixtureOfExperts(Part):
     """Sizes and routing rule of the mixture-of-experts layers (`moe_*` of `TransformerConfig`)."""
 
-    num_moe_experts: PositiveInt
+    num_moe_experts: Annotated[int, Field(gt=0, le=4096)]
     moe_router_topk: PositiveInt
     moe_ffn_hidden_size: PositiveInt
     moe_shared_expert_intermediate_size: PositiveInt | None = None
@@ -50,7 +50,7 @@ class Model(Part):
     """A decoder-only language model."""
 
     name: str = Field(min_length=1)
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(gt=0, le=2000)]
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     """Hidden width of the dense MLP layers."""

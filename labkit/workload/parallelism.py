@@ -13,7 +13,8 @@ class Parallelism(Part):
     pipeline_model_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
     expert_model_parallel_size: PositiveInt = 1
-    expert_tensor_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """None is Megatron's default: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
 
     @property
@@ -39,7 +40,8 @@ class Parallelism(Part):
     @property
     def etp(self) -> int:
         """Tensor-parallel ranks of the experts."""
-        return self.expert_tensor_parallel_size
+        size = self.expert_tensor_parallel_size
+        return self.tp if size is None else size
 
     @property
     def dp(self) -> int:

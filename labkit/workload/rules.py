@@ -29,6 +29,7 @@ class Finding(NamedTuple):
 def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     found = [*_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
+    found += [*_megatron_sizes(workload), *_optimizer(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -47,7 +48,7 @@ def _software(workload: "Workload") -> Iterator[Finding]:
 
 def _divides(divisor: int, number: int, field: str, what: str) -> Iterator[Finding]:
     if number % divisor:
-        fits = [n for n in range(1, number + 1) if number % n == 0 and n <= 64]
+        fits = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
         yield Finding(
             "error",
             field,
@@ -76,12 +77,62 @@ def _sizes(workload: "Workload") -> Iterator[Finding]:
             )
 
 
+def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
+    """Sizes `TransformerConfig.__post_init__` and the layers themselves refuse."""
+    model, moe = workload.model, workload.model.mixture_of_experts
+    if model.hidden_size < model.num_attention_heads:
+        reason = f"{model.num_attention_heads} heads are more than hidden_size ({model.hidden_size})"
+        yield Finding("error", "model.num_attention_heads", reason, f"use at most {model.hidden_size}")
+    width = model.multi_latent_attention.qk_pos_emb_head_dim
+    if width % 2:
+        field = "model.multi_latent_attention.qk_pos_emb_head_dim"
+        yield Finding("error", field, f"rotary positions turn pairs, and {width} is odd", "use an even width")
+    if moe is None:
+        return
+    topk, groups, group_topk = moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk
+    at = "model.mixture_of_experts."
+    softmax = moe.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not moe.moe_router_pre_softmax:
+        remedy = "set moe_router_pre_softmax: true"
+        yield Finding("error", f"{at}moe_router_topk", "one expert a token needs softmax before the selection", remedy)
+    if moe.moe_router_enable_expert_bias and softmax:
+        remedy = "set moe_router_score_function: sigmoid or remove it"
+        yield Finding("error", f"{at}moe_router_enable_expert_bias", "expert bias needs sigmoid scores", remedy)
+    if group_topk is not None and groups is None:
+        yield Finding(
+            "error", f"{at}moe_router_group_topk", "there are no groups to choose", "set moe_router_num_groups"
+        )
+    if groups is None or group_topk is None:
+        return  # groups that nothing chooses from do nothing
+    yield from _divides(groups, moe.num_moe_experts, f"{at}moe_router_num_groups", "num_moe_experts")
+    if group_topk > groups:
+        reason = f"{group_topk} groups cannot be chosen out of {groups}"
+        yield Finding("error", f"{at}moe_router_group_topk", reason, f"use at most {groups}")
+    elif topk // group_topk > moe.num_moe_experts // groups:
+        reason = f"{topk} experts a token cannot be spread over {group_topk} of {groups} groups"
+        yield Finding("error", f"{at}moe_router_group_topk", reason, "choose more groups or fewer experts a token")
+
+
+def _optimizer(workload: "Workload") -> Iterator[Finding]:
+    """`OptimizerConfig.__post_init__`: other dtypes than fp32 need the precision-aware optimizer."""
+    optimizer = workload.training.optimizer
+    for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(optimizer, name) != "fp32" and not optimizer.use_precision_aware_optimizer:
+            yield Finding(
+                "error",
+                f"training.optimizer.{name}",
+                f"{getattr(optimizer, name)} needs the precision-aware optimizer",
+                "set training.optimizer.use_precision_aware_optimizer: true",
+            )
+
+
 def _layout(workload: "Workload") -> Iterator[Finding]:
     model, layout, batch = workload.model, workload.parallelism, workload.batch
-    moe, tp, ep = model.mixture_of_experts, layout.tp, layout.ep
+    tp = layout.tp
     at = "parallelism.tensor_model_parallel_size"
     yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads")
-    yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
+    if "dense" in model.mlp_kinds:
+        yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
     for size, field in ((layout.pp, "pipeline_model_parallel_size"), (layout.cp, "context_parallel_size")):
         if size != 1:
             yield Finding(
@@ -105,8 +156,17 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
                 "it does nothing at tensor_model_parallel_size 1",
                 "leave it off or raise tensor_model_parallel_size",
             )
+    yield from _expert_layout(workload, grouped)
+    rows = batch.micro_batch_size * layout.dp
+    yield from _divides_batch(rows, batch.global_batch_size)
+
+
+def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
+    """How experts are spread; `grouped` is the number of ranks the dense parameters are spread over."""
+    model, layout = workload.model, workload.parallelism
+    moe, tp, ep, at = model.mixture_of_experts, layout.tp, layout.ep, "parallelism.tensor_model_parallel_size"
     if moe is None:
-        if ep != 1 or layout.etp != 1:
+        if ep != 1 or layout.expert_tensor_parallel_size not in (None, 1):
             yield Finding(
                 "error",
                 "parallelism.expert_model_parallel_size",
@@ -126,8 +186,11 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "parallelism.expert_tensor_parallel_size",
-                f"{layout.etp} is not supported by this version of labkit",
-                "use 1",
+                f"{layout.etp} is not supported by this version of labkit"
+                + (
+                    " (left out it is tensor_model_parallel_size)" if layout.expert_tensor_parallel_size is None else ""
+                ),
+                "set it to 1",
             )
         if moe.moe_shared_expert_intermediate_size is not None:
             yield from _divides(tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size")
@@ -147,8 +210,6 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
                 "Megatron Core trains experts under tensor parallelism only with sequence parallelism",
                 "set sequence_parallel: true",
             )
-    rows = batch.micro_batch_size * layout.dp
-    yield from _divides_batch(rows, batch.global_batch_size)
 
 
 def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
@@ -195,6 +256,8 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
             )
         return
     labels = choice.modules
+    if "moe_act" in labels and moe is None:
+        yield Finding("error", field, "moe_act needs experts with grouped GEMM, this model has none", "remove it")
     if "gdn_norm_out" in labels:
         yield Finding("error", field, "gdn_norm_out needs gated-delta-net layers, this model has none", "remove it")
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None

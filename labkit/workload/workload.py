@@ -128,12 +128,19 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
         return f"{where}: should be a list (got {_shown(problem['input'])})"
     if problem["type"] == "literal_error":
         expected = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        return f"{where}: {_shown(problem['input'])} is not allowed{nearest(str(problem['input']), expected)}"
+        given = problem["input"]
+        close = nearest(given[:80] if isinstance(given, str) else "", expected)
+        return f"{where}: {_shown(given)} is not allowed{close}"
     return f"{where}: {problem['msg'].lower()} (got {_shown(problem['input'])})"
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    # Not repr of the whole: aliases let a few lines of YAML stand for more than memory holds, digits can be too many.
+    if isinstance(value, dict | list | tuple):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of more than 256 bits"
+    text = repr(value[:80] if isinstance(value, str) else value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from labkit.errors import InputError
 from labkit.workload import RECOMPUTE_MODULES, Workload
 from labkit.workload.files import data_directory
+from tests.small import small
 
 MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
 
@@ -131,6 +132,60 @@ def test_a_misspelt_key_is_named_before_the_one_it_leaves_missing(moonlight: Wor
     data["batch"]["seq_len"] = data["batch"].pop("seq_length")
     with pytest.raises(InputError, match=r"unknown key 'batch\.seq_len'; did you mean 'seq_length'"):
         Workload.from_mapping(data)
+
+
+MOE = "model__mixture_of_experts__"
+OPTIMIZER = "training__optimizer__"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{MOE}moe_router_topk": 1},
+        {f"{OPTIMIZER}exp_avg_dtype": "bf16"},
+        {f"{OPTIMIZER}main_grads_dtype": "bf16"},
+        {f"{MOE}moe_router_num_groups": 3, f"{MOE}moe_router_group_topk": 1},
+        {f"{MOE}moe_router_group_topk": 2},
+        {f"{MOE}moe_router_num_groups": 2, f"{MOE}moe_router_group_topk": 4},
+        {f"{MOE}moe_router_num_groups": 8, f"{MOE}moe_router_group_topk": 1},
+        {f"{MOE}moe_router_enable_expert_bias": True},
+        {"model__hidden_size": 3},
+        {"model__multi_latent_attention__qk_pos_emb_head_dim": 15},
+        {"parallelism__expert_tensor_parallel_size": None},
+        {f"{MOE}moe_aux_loss_coeff": float("nan")},
+        {"model__num_layers": 10**9},
+        {f"{MOE}num_moe_experts": 10**7},
+        {"batch__seq_length": 10**9 + 1},
+        {"batch__seq_length": -(16**5000)},
+    ],
+)
+def test_what_megatron_or_memory_cannot_run_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError) as raised:
+        small(**changes)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{MOE}moe_router_topk": 1, f"{MOE}moe_router_pre_softmax": True},
+        {f"{MOE}moe_router_num_groups": 3},
+        {f"{MOE}moe_router_num_groups": 4, f"{MOE}moe_router_group_topk": 2, f"{MOE}moe_router_topk": 3},
+        {"model__hidden_size": 258},
+        {"model__ffn_hidden_size": 513, f"{MOE}moe_layer_freq": 1},
+    ],
+)
+def test_what_megatron_runs_is_not_refused(changes: dict[str, object]) -> None:
+    small(**changes)
+
+
+def test_aliases_that_stand_for_more_than_memory_holds_are_refused_at_once(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 13)]
+    for last in ("model: *a12", "model: {name: *a12}"):
+        (tmp_path / "w.yaml").write_text("\n".join([*lines, last]))
+        with pytest.raises(InputError):
+            Workload.load(tmp_path / "w.yaml")
 
 
 def test_versions_whose_habits_are_unknown_are_refused(moonlight: Workload) -> None:
