@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from labkit.workload import Workload
+from labkit.workload import Model, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,10 +41,11 @@ def parallel_groups(workload: Workload, *, seed: int = 1234) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def transformer_config(workload: Workload) -> MLATransformerConfig:
+def transformer_config(workload: Workload) -> TransformerConfig:
     """Megatron's configuration of the model, its layout, its kernels and its recompute choice."""
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
-    return MLATransformerConfig(
+    make = TransformerConfig if model.multi_latent_attention is None else MLATransformerConfig
+    return make(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -56,9 +57,7 @@ def transformer_config(workload: Workload) -> MLATransformerConfig:
         add_bias_linear=model.add_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        rope_type="rope",
-        rotary_base=model.rotary_base,
-        **model.multi_latent_attention.model_dump(),
+        **_attention(model),
         **_mixture_of_experts(workload),
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -77,6 +76,13 @@ def transformer_config(workload: Workload) -> MLATransformerConfig:
         cross_entropy_fusion_impl=kernels.cross_entropy_fusion_impl,
         **_recompute(workload),
     )
+
+
+def _attention(model: Model) -> dict[str, Any]:
+    if model.multi_latent_attention is not None:
+        # Only here a field of the configuration; elsewhere an argument of the model.
+        return {"rope_type": "rope", "rotary_base": model.rotary_base, **model.multi_latent_attention.model_dump()}
+    return {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
 
 
 def _mixture_of_experts(workload: Workload) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What is run: `Workload` and its parts. Knows nothing of bytes, imports no torch."""
 
 from labkit.workload.batch import Batch
-from labkit.workload.model import MixtureOfExperts, Model, MultiLatentAttention
+from labkit.workload.model import GatedDeltaNet, LayerKind, Mamba, MixtureOfExperts, Model, MultiLatentAttention
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import RECOMPUTE_MODULES, Recompute
 from labkit.workload.rules import Finding
@@ -13,7 +13,10 @@ __all__ = [
     "Batch",
     "DataParallel",
     "Finding",
+    "GatedDeltaNet",
     "Kernels",
+    "LayerKind",
+    "Mamba",
     "MixtureOfExperts",
     "Model",
     "MultiLatentAttention",

@@ -1,12 +1,35 @@
 """The model: its sizes, in Megatron Core's `TransformerConfig` vocabulary."""
 
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
 from labkit.workload.base import Many, Part
 
+Mixer = Literal["attention", "mla", "gdn", "mamba"]
 MlpKind = Literal["dense", "moe"]
+
+
+class LayerKind(NamedTuple):
+    """What one decoder layer is made of; layers of one kind hold the same bytes.
+
+    A transformer layer has both; a layer of a hybrid pattern has one of them.
+    """
+
+    mixer: Mixer | None
+    mlp: MlpKind | None
+
+
+HYBRID_SYMBOLS: dict[str, LayerKind] = {
+    "M": LayerKind("mamba", None),
+    "G": LayerKind("gdn", None),
+    "*": LayerKind("attention", None),
+    "+": LayerKind("mla", None),
+    "-": LayerKind(None, "dense"),
+    "E": LayerKind(None, "moe"),
+}
+"""Megatron Core `models/hybrid/hybrid_layer_allocation.Symbols`."""
 
 
 class MultiLatentAttention(Part):
@@ -22,6 +45,28 @@ class MultiLatentAttention(Part):
     """Per-head width of the query and key parts that carry rotary positions."""
     v_head_dim: PositiveInt
     """Per-head width of the values."""
+
+
+class GatedDeltaNet(Part):
+    """Sizes of gated delta net layers (`linear_*` of `TransformerConfig`, variant `gated_delta_net`)."""
+
+    linear_attention_freq: PositiveInt | Many[Literal[0, 1]]
+    """N: N-1 delta net layers, then one of attention; a list names each layer (1 delta net, 0 attention)."""
+    linear_conv_kernel_dim: PositiveInt = 4
+    linear_key_head_dim: PositiveInt = 128
+    linear_value_head_dim: PositiveInt = 128
+    linear_num_key_heads: PositiveInt = 16
+    linear_num_value_heads: PositiveInt = 32
+
+
+class Mamba(Part):
+    """Sizes of Mamba 2 layers (`mamba_*` of `TransformerConfig`)."""
+
+    mamba_state_dim: PositiveInt = 128
+    mamba_head_dim: PositiveInt = 64
+    mamba_num_groups: PositiveInt = 8
+    mamba_num_heads: PositiveInt | None = None
+    """None: twice the hidden size over the head width."""
 
 
 class MixtureOfExperts(Part):
@@ -58,21 +103,60 @@ class Model(Part):
     vocab_size: PositiveInt
     make_vocab_size_divisible_by: PositiveInt = 128
     """Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""
-    multi_latent_attention: MultiLatentAttention
-    mixture_of_experts: MixtureOfExperts | None = None
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads; None: as many as query heads."""
+    kv_channels: PositiveInt | None = None
+    """Width of a head; None: the hidden size over the query heads."""
+    attention_output_gate: bool = False
+    add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    normalization: Literal["RMSNorm"] = "RMSNorm"
-    gated_linear_unit: Literal[True] = True
-    activation_func: Literal["silu"] = "silu"
-    add_bias_linear: Literal[False] = False
-    untie_embeddings_and_output_weights: Literal[True] = True
+    multi_latent_attention: MultiLatentAttention | None = None
+    """Attention layers are of this kind where it is given."""
+    gated_delta_net: GatedDeltaNet | None = None
+    mamba: Mamba | None = None
+    """Sizes of the `M` layers of `hybrid_layer_pattern`."""
+    hybrid_layer_pattern: str | None = None
+    """One symbol a layer (`HYBRID_SYMBOLS`), each a mixer or an MLP alone; None: transformer layers of both."""
+    mixture_of_experts: MixtureOfExperts | None = None
+    mtp_num_layers: PositiveInt | None = None
+    """Multi-token prediction layers after the decoder."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    gated_linear_unit: bool = True
+    activation_func: Literal["silu", "gelu", "squared_relu"] = "silu"
+    add_bias_linear: bool = False
+    untie_embeddings_and_output_weights: bool = True
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
+    rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
     attention_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
 
+    @cached_property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each decoder layer, in order.
+
+        Sources: Megatron Core `hybrid_layer_allocation`, `gpt_layer_specs.get_moe_layer_freq`,
+        `experimental_attention_variant_module_specs.get_linear_attention_pattern`.
+        """
+        if self.hybrid_layer_pattern is not None:
+            return tuple(HYBRID_SYMBOLS[symbol] for symbol in self.hybrid_layer_pattern)
+        return tuple(map(LayerKind, self._mixers, self.mlp_kinds))
+
+    @property
+    def _mixers(self) -> tuple[Mixer, ...]:
+        attention: Mixer = "attention" if self.multi_latent_attention is None else "mla"
+        if self.gated_delta_net is None:
+            return (attention,) * self.num_layers
+        frequency = self.gated_delta_net.linear_attention_freq
+        if isinstance(frequency, int):
+            linear = [(layer + 1) % frequency != 0 for layer in range(self.num_layers)]
+        else:
+            linear = [flag == 1 for flag in frequency]
+        return tuple("gdn" if flag else attention for flag in linear)
+
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
-        """The MLP of each layer, in order (Megatron Core `get_moe_layer_freq` semantics)."""
+        """The MLP of each transformer layer, in order (Megatron Core `get_moe_layer_freq` semantics)."""
         kinds: tuple[MlpKind, MlpKind] = ("dense", "moe")
         if self.mixture_of_experts is None:
             return (kinds[False],) * self.num_layers
@@ -82,3 +166,13 @@ class Model(Part):
         else:
             flags = [flag == 1 for flag in frequency]
         return tuple(kinds[flag] for flag in flags)
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head outside multi-latent attention."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key-value heads outside multi-latent attention."""
+        return self.num_query_groups or self.num_attention_heads

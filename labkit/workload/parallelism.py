@@ -1,5 +1,7 @@
 """How the work is spread over ranks."""
 
+from typing import Literal
+
 from pydantic import PositiveInt
 
 from labkit.workload.base import Part
@@ -16,6 +18,18 @@ class Parallelism(Part):
     expert_tensor_parallel_size: PositiveInt | None = None
     """None is Megatron's default: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
+    cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
+    """How context-parallel ranks exchange keys and values."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks of a pipeline rank; None: one, without interleaving."""
+    microbatch_group_size_per_vp_stage: PositiveInt | None = None
+    """Micro-batches a chunk runs before the next chunk's turn; None is Megatron's default, the pipeline size."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The head counts as a layer of the last stage."""
 
     @property
     def tp(self) -> int:
@@ -26,6 +40,11 @@ class Parallelism(Part):
     def pp(self) -> int:
         """Pipeline-parallel ranks."""
         return self.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks of a pipeline rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def cp(self) -> int:

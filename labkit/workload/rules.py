@@ -28,9 +28,45 @@ class Finding(NamedTuple):
 
 def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
-    found = [*_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
+    found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload)]
     return sorted(found, key=lambda finding: finding.severity)
+
+
+def _not_priced(workload: "Workload") -> Iterator[Finding]:
+    """What Megatron Core can run and labkit has no rows for yet."""
+    model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
+    refused = {
+        "model.multi_latent_attention": (model.multi_latent_attention is None, "other attention"),
+        "model.gated_delta_net": (model.gated_delta_net is not None, "gated delta net"),
+        "model.mamba": (model.mamba is not None, "Mamba"),
+        "model.hybrid_layer_pattern": (model.hybrid_layer_pattern is not None, "a hybrid pattern"),
+        "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
+        "model.normalization": (model.normalization != "RMSNorm", model.normalization),
+        "model.gated_linear_unit": (not model.gated_linear_unit, "an MLP without gate"),
+        "model.activation_func": (model.activation_func != "silu", model.activation_func),
+        "model.add_bias_linear": (model.add_bias_linear, "bias"),
+        "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
+        "model.position_embedding_type": (model.position_embedding_type != "rope", "other position embedding"),
+        "model.rotary_percent": (model.rotary_percent != 1.0, "partial rotary embedding"),
+        "parallelism.pipeline_model_parallel_size": (layout.pp != 1, str(layout.pp)),
+        "parallelism.virtual_pipeline_model_parallel_size": (layout.vpp != 1, str(layout.vpp)),
+        "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
+        "training.kernels.attention_backend": (kernels.attention_backend != "fused", kernels.attention_backend),
+        "training.kernels.bias_activation_fusion": (not kernels.bias_activation_fusion, "no fusion"),
+        "training.kernels.bias_dropout_fusion": (not kernels.bias_dropout_fusion, "no fusion"),
+        "training.kernels.apply_rope_fusion": (kernels.apply_rope_fusion, "fusion"),
+        "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
+        "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
+        "training.kernels.moe_token_dispatcher_type": (
+            kernels.moe_token_dispatcher_type != "alltoall",
+            kernels.moe_token_dispatcher_type,
+        ),
+        "training.kernels.moe_permute_fusion": (not kernels.moe_permute_fusion, "no fusion"),
+    }
+    for field, (broken, what) in refused.items():
+        if broken:
+            yield Finding("error", field, f"{what} is not supported by this version of labkit", "use the default")
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:
@@ -83,7 +119,8 @@ def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
     if model.hidden_size < model.num_attention_heads:
         reason = f"{model.num_attention_heads} heads are more than hidden_size ({model.hidden_size})"
         yield Finding("error", "model.num_attention_heads", reason, f"use at most {model.hidden_size}")
-    width = model.multi_latent_attention.qk_pos_emb_head_dim
+    mla = model.multi_latent_attention
+    width = 2 if mla is None else mla.qk_pos_emb_head_dim
     if width % 2:
         field = "model.multi_latent_attention.qk_pos_emb_head_dim"
         yield Finding("error", field, f"rotary positions turn pairs, and {width} is odd", "use an even width")
@@ -131,13 +168,8 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
     tp = layout.tp
     at = "parallelism.tensor_model_parallel_size"
     yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads")
-    if "dense" in model.mlp_kinds:
+    if any(layer.mlp == "dense" for layer in model.layers):
         yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
-    for size, field in ((layout.pp, "pipeline_model_parallel_size"), (layout.cp, "context_parallel_size")):
-        if size != 1:
-            yield Finding(
-                "error", f"parallelism.{field}", f"{size} is not supported by this version of labkit", "use 1"
-            )
     grouped = tp * layout.pp * layout.cp
     if layout.world_size % grouped:
         yield Finding(
@@ -272,7 +304,7 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
 
 
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
-    kinds = set(workload.model.mlp_kinds)
+    kinds = {layer.mlp for layer in workload.model.layers}
     idle = {
         "core_attn": (True, "fused attention already keeps no scores"),
         "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),

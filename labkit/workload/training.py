@@ -11,16 +11,17 @@ FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
 class Kernels(Part):
     """Choices among Megatron Core's and Transformer Engine's implementations (`TransformerConfig`)."""
 
-    attention_backend: Literal["fused"] = "fused"
-    bias_activation_fusion: Literal[True] = True
-    bias_dropout_fusion: Literal[True] = True
-    apply_rope_fusion: Literal[False] = False
+    attention_backend: Literal["fused", "flash", "unfused"] = "fused"
+    bias_activation_fusion: bool = True
+    bias_dropout_fusion: bool = True
+    apply_rope_fusion: bool = False
     gradient_accumulation_fusion: bool = True
-    cross_entropy_loss_fusion: Literal[True] = True
-    cross_entropy_fusion_impl: Literal["te"] = "te"
+    cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: Literal["te", "native"] = "te"
     moe_grouped_gemm: Literal[True] = True
-    moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
-    moe_permute_fusion: Literal[True] = True
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    moe_flex_dispatcher_backend: Literal["hybridep"] = "hybridep"
+    moe_permute_fusion: bool = True
     moe_shared_expert_overlap: bool = False
 
 

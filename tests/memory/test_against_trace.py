@@ -10,7 +10,7 @@ import pytest
 from labkit.drivers.trace.server import TraceServer
 from labkit.memory.estimate import estimate
 from labkit.summary import PhaseSummary, Summary
-from tests.memory.variants import VARIANTS, variant
+from tests.memory.grid import NAMES, workload
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,10 @@ def server() -> Iterator[TraceServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_estimate_agrees_with_the_trace(server: TraceServer, name: str) -> None:
-    workload = variant(name)
-    estimated, traced = estimate(workload).summary, server.run(workload).summary
+    case = workload(name)
+    estimated, traced = estimate(case).summary, server.run(case).summary
     assert estimated.between_steps_bytes == pytest.approx(traced.between_steps_bytes, rel=1e-3)
     assert estimated.retained_bytes == pytest.approx(traced.retained_bytes, rel=5e-3)
     expected = _tensor_peaks(traced)

@@ -10,6 +10,7 @@ from labkit.drivers.trace.origin import OUTSIDE
 from labkit.drivers.trace.tracker import Allocation
 from labkit.ledger import Lifetime, Moment, Row
 from labkit.workload import Workload
+from labkit.workload.model import LayerKind
 
 BATCHES = "batches"
 """The function that makes a batch (`labkit.drivers.step`)."""
@@ -36,7 +37,7 @@ def rows(
     rank: int,
 ) -> Iterator[Row]:
     """The ledger's rows, in order of birth."""
-    mlp_kinds = workload.model.mlp_kinds
+    layers = workload.model.layers
     ends = {moment.clock: following.clock for moment, following in pairwise(moments)}
     starts = sorted(ends)
     last = moments[-1].iteration
@@ -50,7 +51,7 @@ def rows(
         library = _of_a_library(allocation)
         known = names.get(allocation.serial)
         if known is None:
-            kind = "library" if library else _kind(allocation, mlp_kinds)
+            kind = "library" if library else _kind(allocation, layers)
             module = "" if allocation.maker.module == OUTSIDE else allocation.maker.module
             known = Name(kind, module, allocation.maker.producer)
         yield Row(
@@ -89,7 +90,7 @@ _KIND_OF_BUILDING = {"model": "parameters", "gradient_buffers": "gradients", "op
 """What the stretches of setup make that has no name of its own (`labkit.drivers.trace.session`)."""
 
 
-def _kind(allocation: Allocation, mlp_kinds: tuple[str, ...]) -> str:
+def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     if allocation.phase == "setup":
         return _KIND_OF_BUILDING[allocation.maker.module]
     if allocation.phase == "optimizer":
@@ -104,7 +105,7 @@ def _kind(allocation: Allocation, mlp_kinds: tuple[str, ...]) -> str:
         if below[2] == "self_attention":
             return "attention"
         if below[2] == "mlp":
-            return "moe" if mlp_kinds[layer] == "moe" else "mlp"
+            return "moe" if layers[layer].mlp == "moe" else "mlp"
     # What a layer itself makes is the residual stream between its norms.
     return {"embedding": "embedding", "decoder": "norm"}.get(first, "head")
 

@@ -1,16 +1,16 @@
 """Multi-latent attention (Megatron Core `transformer/multi_latent_attention.py`, `MLASelfAttention`)."""
 
-from collections.abc import Sequence
-
+from labkit.memory.layers.core import fused_attention, rotary, rotary_table
 from labkit.memory.layers.linear import column_parallel, replicated, rms_norm, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Model
+from labkit.workload import Model, Workload
+from labkit.workload.model import MultiLatentAttention
 
 
-def multi_latent_attention(tape: Tape, model: Model, sizes: Sizes, hidden: Value) -> Value:
+def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     """From the normed hidden state (shard rows, hidden) to the attention output (shard rows, hidden)."""
-    mla = model.multi_latent_attention
+    model, mla = workload.model, _latent_sizes(workload.model)
     heads = model.num_attention_heads // sizes.tp
     query_width = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     value_width = heads * mla.v_head_dim
@@ -75,9 +75,16 @@ def multi_latent_attention(tape: Tape, model: Model, sizes: Sizes, hidden: Value
     return output
 
 
+def _latent_sizes(model: Model) -> MultiLatentAttention:
+    """The model's latent attention; only its layers ask."""
+    if model.multi_latent_attention is None:
+        raise ValueError("a latent attention layer needs multi_latent_attention")
+    return model.multi_latent_attention
+
+
 def _parameters(tape: Tape, model: Model, sizes: Sizes, query_width: int, value_width: int) -> None:
     """In the order `MultiLatentAttention` and `MLASelfAttention` register them."""
-    mla, hidden = model.multi_latent_attention, model.hidden_size
+    mla, hidden = _latent_sizes(model), model.hidden_size
     replicated_here = sizes.sp > 1
     tape.parameter("linear_proj.weight", (hidden, value_width))
     query_input = hidden
@@ -94,46 +101,3 @@ def _parameters(tape: Tape, model: Model, sizes: Sizes, query_width: int, value_
         tape.parameter("linear_kv_up_proj.layer_norm_weight", (mla.kv_lora_rank,), replicated=replicated_here)
     up_width = (model.num_attention_heads // sizes.tp) * (mla.qk_head_dim + mla.v_head_dim)
     tape.parameter("linear_kv_up_proj.weight", (up_width, mla.kv_lora_rank))
-
-
-def rotary_table(tape: Tape, sequence: int, width: int) -> None:
-    """The table of angles (sequence, width) in fp32 that each layer's `RotaryEmbedding` caches at first use.
-
-    `rotary_pos_embedding.py`: `@lru_cache(maxsize=32)` around a method, so one entry a layer, 32 in all.
-    """
-    with tape.module("rotary_pos_emb"):
-        table = tape.value("angles", (sequence, width), "fp32", grad=False)
-        tape.op("rotary_angles", [], [table], caches=32)
-
-
-def rotary(tape: Tape, sizes: Sizes, packed: Value, heads: int, width: int) -> Value:
-    """Unfused rotary embedding of a slice (tokens, heads, width) of `packed` (`rope_utils.py`).
-
-    Saves cosine and sine (sequence, width) in the compute dtype; its temporaries are the interleaved copy, the rotated
-    halves and the two products.
-    """
-    shape = (sizes.tokens, heads, width)
-    cosine = tape.value("cos", (sizes.sequence, width), grad=False)
-    sine = tape.value("sin", (sizes.sequence, width), grad=False)
-    out = tape.value("rotated", shape)
-    temporaries = [tape.buffer(name, shape) for name in ("interleaved", "half_rotated", "cos_product", "sin_product")]
-    tape.op(
-        "rotary",
-        [packed],
-        [out, cosine, sine],
-        saves=[cosine, sine],
-        temporaries=temporaries,
-        backward_temporaries=temporaries[:3],
-    )
-    return out
-
-
-def fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], heads: int, value_width: int, flops: int) -> Value:
-    """cuDNN fused attention (`transformer_engine` `FusedAttnFunc`): saves q, k, v, output, log-sum-exp, RNG state."""
-    with tape.module("fused_attention"):
-        out = tape.value("output", (sizes.tokens, value_width))
-        statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence, 1), "fp32", grad=False)
-        rng_state = tape.value("rng_state", (2,), "int64", grad=False)
-        saves = [*qkv, out, statistics, rng_state]
-        tape.op("fused_attention", qkv, [out, statistics, rng_state], saves=saves, flops=flops)
-    return out

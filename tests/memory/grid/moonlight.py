@@ -5,8 +5,9 @@ from typing import Any
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
 
-LAYERS, VOCABULARY = 3, 1024
-SMALL = {"model.num_layers": LAYERS, "model.vocab_size": VOCABULARY}
+BASE = Workload.load(data_directory() / "workloads" / "moonlight-16b.yaml").model_dump()
+BASE["model"] |= {"num_layers": 3, "vocab_size": 1024}
+BASE["model"]["mixture_of_experts"]["moe_layer_freq"] = [0, 1, 1]
 NO_OVERLAP = {"training.kernels.moe_shared_expert_overlap": False}
 ALONE = {
     "parallelism.world_size": 2,
@@ -30,7 +31,7 @@ FULL_PRECISION = {
     "training.optimizer.fp8_recipe": None,
 }
 
-VARIANTS: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "as published": {},
     "core_attn": {"labels": ["core_attn"]},
     "mla_up_proj": {"labels": ["mla_up_proj"]},
@@ -109,28 +110,3 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "training.software.transformer_engine": "2.20.2",
     },
 }
-"""Dotted fields and their values; `labels` is a selective list, `full` a method and its number of layers."""
-
-
-def variant(name: str) -> Workload:
-    """The workload of a variant."""
-    changes = dict(VARIANTS[name])
-    labels, full = changes.pop("labels", []), changes.pop("full", None)
-    data = Workload.load(data_directory() / "workloads" / "moonlight-16b.yaml").model_dump()
-    data["model"]["mixture_of_experts"]["moe_layer_freq"] = [0] + [1] * (LAYERS - 1)
-    for path, value in (SMALL | changes).items():
-        *parents, last = path.split(".")
-        target = data
-        for parent in parents:
-            target = target[parent]
-        target[last] = value
-    if full is None:
-        data["recompute"] = {"recompute_granularity": "selective", "recompute_modules": labels}
-    else:
-        method, layers = full
-        data["recompute"] = {
-            "recompute_granularity": "full",
-            "recompute_method": method,
-            "recompute_num_layers": layers,
-        }
-    return Workload.from_mapping(data, source=name)
