@@ -1,6 +1,7 @@
 """The estimate against a trace of the real Megatron code: every phase, static and retained bytes apart.
 
-Neither side knows the other.
+Neither side knows the other. Every fourth case of a family runs in `make test`; the others carry the marker `grid`,
+and `make grid` runs all of them.
 """
 
 from collections.abc import Iterator
@@ -9,8 +10,14 @@ import pytest
 
 from labkit.drivers.trace.server import TraceServer
 from labkit.memory.estimate import estimate
-from labkit.summary import PhaseSummary, Summary
-from tests.memory.grid import NAMES, workload
+from tests.memory.grid import FAMILIES, workload
+from tests.memory.grid.agreement import BETWEEN_STEPS_TOLERANCE, PEAK_TOLERANCE, RETAINED_TOLERANCE, agreement
+
+CASES = [
+    pytest.param(f"{family}: {name}", marks=[] if position % 4 == 0 else [pytest.mark.grid])
+    for family, module in FAMILIES.items()
+    for position, name in enumerate(module.CHANGES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,25 +26,11 @@ def server() -> Iterator[TraceServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_estimate_agrees_with_the_trace(server: TraceServer, name: str) -> None:
     case = workload(name)
-    estimated, traced = estimate(case).summary, server.run(case).summary
-    assert estimated.between_steps_bytes == pytest.approx(traced.between_steps_bytes, rel=1e-3)
-    assert estimated.retained_bytes == pytest.approx(traced.retained_bytes, rel=5e-3)
-    expected = _tensor_peaks(traced)
-    for (iteration, phase), peak in _tensor_peaks(estimated).items():
-        assert peak == pytest.approx(expected[iteration, phase], rel=1e-2), (iteration, phase)
-    assert estimated.peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=1e-2)
-
-
-def _tensor_peaks(summary: Summary) -> dict[tuple[int, str], int]:
-    """The first micro-batch's peak of each phase of a step: all micro-batches are alike.
-
-    Setup is left out: its peak is lower than any step's, and what it leaves is compared as bytes between steps.
-    """
-    phases: dict[tuple[int, str], PhaseSummary] = {}
-    for phase in summary.phases:
-        if phase.iteration:
-            phases.setdefault((phase.iteration, phase.phase), phase)
-    return {key: phase.peak_tensor_bytes for key, phase in phases.items()}
+    errors = agreement(estimate(case).summary, server.run(case).summary)
+    assert abs(errors.between_steps) <= BETWEEN_STEPS_TOLERANCE
+    assert abs(errors.retained) <= RETAINED_TOLERANCE
+    assert abs(errors.phase) <= PEAK_TOLERANCE, errors.worst_phase
+    assert abs(errors.peak) <= PEAK_TOLERANCE
