@@ -5,12 +5,11 @@ from typing import Literal
 
 from labkit.allocator import simulate
 from labkit.ledger import Ledger
-from labkit.memory.layers.decoder import record
-from labkit.memory.library import Libraries
-from labkit.memory.recompute import regions
+from labkit.memory.book import Book
 from labkit.memory.replay import Replay, replay
-from labkit.memory.schedule import Book, Player
 from labkit.memory.state import State
+from labkit.memory.units import chunks, parameters
+from labkit.memory.writer import Writer
 from labkit.summary import Result
 from labkit.workload import Workload
 
@@ -26,14 +25,13 @@ class Estimate(Result):
     @cached_property
     def replay(self) -> Replay:
         """Work that backward repeats each step."""
-        tape = record(self.workload)
-        return replay(tape, regions(tape, self.workload), self.workload)
+        return replay(chunks(self.workload), self.workload)
 
 
 def estimate(workload: Workload) -> Estimate:
     """Estimate what rank 0 of `workload` holds over two training steps, balanced routing assumed.
 
-    Every layer is played forward and backward in Megatron's order (`labkit.memory.schedule`), and the allocations
+    Every layer is played forward and backward in Megatron's order (`labkit.memory.units`), and the allocations
     go through the caching allocator's rules (`labkit.allocator`) to count blocks as a GPU would.
 
     Known limitations: workspaces inside cuDNN kernels and NCCL buffers are not priced; compiled regions
@@ -43,25 +41,19 @@ def estimate(workload: Workload) -> Estimate:
     >>> round(estimate(Workload.load("data/workloads/moonlight-16b.yaml")).peak_allocated_bytes / 2**30)
     34
     """
-    tape = record(workload)
+    model = chunks(workload)
     book = Book()
-    state = State(tape.parameters, workload)
-    player = Player(
-        tape,
-        regions(tape, workload),
-        book,
-        Libraries(book),
-        fused_weight_gradients=workload.training.kernels.gradient_accumulation_fusion,
-    )
+    writer = Writer(book)
+    state = State(parameters(model), workload)
     book.enter(0, "setup")
     state.set_up(book)
     for iteration in range(1, ITERATIONS + 1):
         state.zero_gradients(book)
         for _ in range(workload.distinct_microbatches):
             book.enter(iteration, "forward")
-            player.forward()
+            writer.forward(model[0], 0, 0)
             book.enter(iteration, "backward")
-            player.backward()
+            writer.backward(model[0], 0, 0)
         book.enter(iteration, "grad_sync")
         state.sync_gradients(book)
         book.enter(iteration, "optimizer")

@@ -3,15 +3,18 @@
 *checkpoint* a region: forward keeps the region's inputs instead of what it saved; backward replays the region, then
 runs its backward (`tensor_parallel.checkpoint`). *discard* a region's outputs: they are dropped once their consumer
 `until` has run, and the region is replayed just before the consumer's backward (`CheckpointWithoutOutput`).
-Full recompute checkpoints whole layers.
+Full recompute checkpoints whole layers, or runs of them.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from labkit.memory.tape import Tape
 from labkit.workload import Workload
 
 Verb = Literal["checkpoint", "discard"]
+_LAYER_DOTS = 2
+"""Of `decoder.layers.N`."""
 
 
 class Rule(NamedTuple):
@@ -60,44 +63,50 @@ class Region(NamedTuple):
     """For discard: index of the consumer's last operation."""
 
 
-def regions(tape: Tape, workload: Workload) -> list[Region]:
-    """The regions the workload's recompute choice makes of a tape, outer before inner."""
-    choice = workload.recompute
+def regions(tape: Tape, labels: Iterable[str], *, checkpointed: bool = False) -> list[Region]:
+    """The regions that `labels` make of a unit's tape, outer before inner; `checkpointed` is one around all of it."""
+    if checkpointed:
+        return [Region("full", "checkpoint", 0, len(tape.ops) - 1, len(tape.ops) - 1)]
     spans = _spans(tape)
-    if choice.recompute_granularity == "full":
-        found = _full(workload, spans)
-    else:
-        rules = [(label, rule) for label in sorted(choice.modules) for rule in RULES[label]]
-        found = []
-        for layer in range(workload.model.num_layers):
-            below = f"decoder.layers.{layer}."
-            for label, rule in rules:
-                path = below + rule.module
+    layers = {path for path in spans if path.startswith("decoder.layers.") and path.count(".") == _LAYER_DOTS}
+    found = []
+    for label in sorted(labels):
+        for rule in RULES[label]:
+            for layer in layers:
+                path = f"{layer}.{rule.module}"
                 if path not in spans or (rule.kind is not None and tape.ops[spans[path][0]].kind != rule.kind):
                     continue
                 first, last = spans[path]
-                until = spans[below + rule.until][1] if rule.until else last
+                until = spans[f"{layer}.{rule.until}"][1] if rule.until else last
                 found.append(Region(label, rule.verb, first, last, until))
     return sorted(found, key=lambda region: (region.first, -region.last))
+
+
+def checkpoints(workload: Workload, layers: int) -> list[tuple[int, bool]]:
+    """Full recompute's split of a block of layers: (number of layers, whether one checkpoint covers them), in order.
+
+    Source: `TransformerBlock._checkpointed_forward`: uniform chunks, or the first layers one by one. Without full
+    recompute every layer stands alone.
+    """
+    choice = workload.recompute
+    number = choice.recompute_num_layers or 1
+    if choice.recompute_granularity != "full":
+        return [(1, False)] * layers
+    if choice.recompute_method == "uniform":
+        return [(min(number, layers - start), True) for start in range(0, layers, number)]
+    return [(1, layer < number) for layer in range(layers)]
 
 
 def _spans(tape: Tape) -> dict[str, tuple[int, int]]:
     """First and last operation of every module path."""
     spans: dict[str, tuple[int, int]] = {}
     for index, op in enumerate(tape.ops):
-        parts = op.module.split(".")
-        for length in range(1, len(parts) + 1):
-            path = ".".join(parts[:length])
-            spans[path] = (spans[path][0] if path in spans else index, index)
+        path = op.module
+        while path and path not in spans:
+            spans[path] = (index, index)
+            path = path.rpartition(".")[0]
+        path = op.module
+        while path:
+            spans[path] = (spans[path][0], index)
+            path = path.rpartition(".")[0]
     return spans
-
-
-def _full(workload: Workload, spans: dict[str, tuple[int, int]]) -> list[Region]:
-    """`TransformerBlock._checkpointed_forward`: uniform chunks of layers, or the first layers one by one."""
-    layers, number = workload.model.num_layers, workload.recompute.recompute_num_layers or 1
-    if workload.recompute.recompute_method == "uniform":
-        chunks = [(start, min(start + number, layers) - 1) for start in range(0, layers, number)]
-    else:
-        chunks = [(layer, layer) for layer in range(min(number, layers))]
-    bounds = [(spans[f"decoder.layers.{a}"][0], spans[f"decoder.layers.{b}"][1]) for a, b in chunks]
-    return [Region("full", "checkpoint", first, last, last) for first, last in bounds]

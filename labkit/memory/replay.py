@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from labkit.memory.recompute import Region
 from labkit.memory.tape import Op, Tape
+from labkit.memory.units import Chunk
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
 
@@ -21,25 +21,26 @@ class Replay(NamedTuple):
     """Lower bound: each operation at the slowest of compute, memory and NVLink, all at their data-sheet speeds."""
 
 
-def replay(tape: Tape, found: Iterable[Region], workload: Workload) -> Replay:
-    """Cost of replaying the regions once per micro-batch.
+def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
+    """Cost of replaying the regions of a rank's model chunks once per micro-batch.
 
     A region inside another counts with the outer one alone.
     """
     gpu = GPUS[workload.training.gpu]
     flops = hbm = communicated = 0
     seconds = 0.0
-    for index in {index for region in found for index in range(region.first, region.last + 1)}:
-        op = tape.ops[index]
-        traffic = _traffic(op, tape)
-        flops += op.flops
-        hbm += traffic
-        communicated += op.communicated_bytes
-        seconds += max(
-            op.flops / gpu.bf16_flops,
-            traffic / gpu.hbm_bytes_per_second,
-            op.communicated_bytes / gpu.nvlink_bytes_per_second,
-        )
+    for unit in (unit for chunk in model for unit in chunk):
+        for index in {index for region in unit.regions for index in range(region.first, region.last + 1)}:
+            op = unit.tape.ops[index]
+            traffic = _traffic(op, unit.tape)
+            flops += op.flops
+            hbm += traffic
+            communicated += op.communicated_bytes
+            seconds += max(
+                op.flops / gpu.bf16_flops,
+                traffic / gpu.hbm_bytes_per_second,
+                op.communicated_bytes / gpu.nvlink_bytes_per_second,
+            )
     times = workload.num_microbatches
     return Replay(flops * times, hbm * times, communicated * times, seconds * times)
 

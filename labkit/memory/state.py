@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from labkit.ledger import Lifetime, rounded
-from labkit.memory.schedule import Book
+from labkit.memory.book import Book
 from labkit.memory.tape import DTYPE_BYTES, Parameter
 from labkit.workload import Workload
 

@@ -2,14 +2,14 @@
 
 Layer functions (`labkit.memory.layers`) record operations on a `Tape` in the order Megatron Core runs them. The
 tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses regions of it, and
-`labkit.memory.schedule` plays it forward and backward to find what is alive when.
+`labkit.memory.player` plays it forward and backward to find what is alive when.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from labkit.ledger import rounded
 from labkit.workload.training import FLOAT_BYTES
@@ -49,8 +49,7 @@ class Value:
         return self if self.base is None else self.base
 
 
-@dataclass(slots=True, frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A tensor an operation holds only while it runs."""
 
     name: str
@@ -93,6 +92,11 @@ class Op:
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
 
+    @property
+    def module_path(self) -> str:
+        """The Megatron module it runs in: `module` without markers (see `Tape.path`)."""
+        return ".".join(name for name in self.module.split(".") if not name.startswith("@"))
+
 
 @dataclass(slots=True, frozen=True)
 class Parameter:
@@ -112,14 +116,26 @@ class Parameter:
         """Number of elements."""
         return prod(self.shape)
 
+    def at_layer(self, first: int) -> "Parameter":
+        """The same parameter of a unit whose layer 0 is decoder layer `first`."""
+        if self.layer is None or not first:
+            return self
+        layer = self.layer + first
+        name = self.name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
+        return Parameter(name, self.shape, layer, self.expert, self.replicated)
+
 
 @dataclass(slots=True)
 class Tape:
-    """Records one rank's model. Also the naming context: current module path, layer and kind."""
+    """Records one unit of a rank's model. Also the naming context: current module path, layer and kind."""
 
     dtype: str
     ops: list[Op] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
+    entry: Value | None = None
+    """The residual stream the unit reads; None: it begins with the batch."""
+    exit: Value | None = None
+    """The residual stream it writes; None: it ends in the loss."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
     _path: list[str] = field(default_factory=list)

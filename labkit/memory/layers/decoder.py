@@ -1,6 +1,10 @@
-"""The whole model of one rank on a tape: embedding, decoder layers, head (Megatron Core `GPTModel`)."""
+"""The units of a model on tapes: embedding, halves of decoder layers, head (Megatron Core `GPTModel`).
 
-from collections.abc import Callable
+A transformer layer (`TransformerLayer`) is norm, mixer, add, then norm, MLP or MoE, add: two halves that share nothing
+but the residual stream, so that any order of kinds is priced from its distinct halves.
+"""
+
+from collections.abc import Callable, Sequence
 
 from labkit.memory.layers.ends import embedding, head_and_loss
 from labkit.memory.layers.linear import add, rms_norm
@@ -12,32 +16,43 @@ from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
 from labkit.workload.model import Mixer, MlpKind
 
+type Half = Mixer | MlpKind
+"""What stands between two points of the residual stream."""
+
 MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"mla": multi_latent_attention}
 """From the normed hidden state (shard rows, hidden) to the mixer's output of the same shape."""
 
 
-def record(workload: Workload) -> Tape:
-    """Record one micro-batch's forward pass of `workload` on one rank."""
-    tape, sizes = Tape(workload.training.precision), Sizes.of(workload)
+def record_front(workload: Workload, sizes: Sizes) -> Tape:
+    """What a rank runs before its layers: the embedding."""
+    tape = Tape(workload.training.precision)
     with tape.module("embedding", kind="embedding"):
-        hidden = embedding(tape, workload, sizes)
-    with tape.module("decoder"):
-        for layer in range(workload.model.num_layers):
-            with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
-                hidden = _layer(tape, workload, sizes, hidden, layer)
-    with tape.module("", kind="head"):
-        head_and_loss(tape, workload, sizes, hidden)
+        tape.exit = embedding(tape, workload, sizes)
     return tape
 
 
-def _layer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: int) -> Value:
-    """One decoder layer (`TransformerLayer`): norm, mixer, add, then norm, MLP or MoE, add."""
-    kind = workload.model.layers[layer]
-    if kind.mixer is not None:
-        hidden = _mixer(tape, workload, sizes, hidden, kind.mixer)
-    if kind.mlp is not None:
-        hidden = _mlp(tape, workload, sizes, hidden, kind.mlp)
-    return hidden
+def record_layers(workload: Workload, sizes: Sizes, halves: Sequence[tuple[int, Half]]) -> Tape:
+    """A stretch of layers, as halves in order: (layer, counted from the stretch's first, and its mixer or MLP)."""
+    tape = Tape(workload.training.precision)
+    hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    with tape.module("decoder"):
+        for layer, half in halves:
+            with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
+                if half == "dense" or half == "moe":  # noqa: PLR1714 (the type checker narrows equalities alone)
+                    hidden = _mlp(tape, workload, sizes, hidden, half)
+                else:
+                    hidden = _mixer(tape, workload, sizes, hidden, half)
+    tape.exit = hidden
+    return tape
+
+
+def record_back(workload: Workload, sizes: Sizes) -> Tape:
+    """What a rank runs after its layers: final norm, head, loss."""
+    tape = Tape(workload.training.precision)
+    tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    with tape.module("", kind="head"):
+        head_and_loss(tape, workload, sizes, tape.entry)
+    return tape
 
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:

@@ -1,155 +1,48 @@
-"""Plays a tape forward and backward, with recompute, and writes down when each tensor is alive.
+"""Plays a unit's tape forward and backward, with recompute, and writes down what is allocated and freed.
 
 The rules are autograd's: a tensor lives while the forward pass, a Python variable or a saved reference needs it; an
 operation's backward makes the gradients of its inputs, then lets go of its output's gradient and of what it saved;
 gradients that meet are added in place where one of them is free to take the sum (`InputBuffer::accumulate`).
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from labkit.ledger import Certainty, Lifetime, Moment, Row
+from labkit.memory.library import workspaces
 from labkit.memory.recompute import Region
-from labkit.memory.tape import Op, Shape, Tape, Value
-
-
-@dataclass(slots=True)
-class Entry:
-    """A tensor being written down; becomes a ledger row."""
-
-    phase: str
-    layer: int | None
-    kind: str
-    module: str
-    tensor: str
-    shape: Shape
-    dtype: str
-    bytes: int
-    lifetime: Lifetime
-    certainty: Certainty
-    recompute: str | None
-    born: int
-    dies: int | None = None
-    count: int = 1
-
-
-class Book:
-    """The clock, the phases and the entries of one rank."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.events: list[tuple[int, int]] = []
-        """Allocations `(entry number, bytes)` and frees `(-entry number, 0)`, entry numbers from 1."""
-        self.moments: list[Moment] = []
-        self.phase = ""
-        self._clock = 0
-
-    def enter(self, iteration: int, phase: str) -> None:
-        """A phase begins."""
-        self.phase = phase
-        self.moments.append(Moment(self._clock + 1, iteration, phase))
-
-    def open(
-        self,
-        tensor: str,
-        shape: Shape,
-        dtype: str,
-        nbytes: int,
-        *,
-        module: str,
-        kind: str,
-        layer: int | None = None,
-        lifetime: Lifetime = "transient",
-        certainty: Certainty = "exact",
-        recompute: str | None = None,
-        count: int = 1,
-    ) -> int:
-        """Write down a new tensor; returns its number."""
-        self._clock += 1
-        self.entries.append(
-            Entry(
-                self.phase,
-                layer,
-                kind,
-                module,
-                tensor,
-                shape,
-                dtype,
-                nbytes,
-                lifetime,
-                certainty,
-                recompute,
-                self._clock,
-                None,
-                count,
-            )
-        )
-        number = len(self.entries)
-        self.events.append((number, nbytes))
-        return number
-
-    def close(self, number: int) -> None:
-        """The tensor is free from now on."""
-        self._clock += 1
-        self.entries[number - 1].dies = self._clock
-        self.events.append((-number, 0))
-
-    def rows(self, rank: int, block_bytes: dict[int, int]) -> Iterator[Row]:
-        """The ledger rows, with the size of the block each entry got.
-
-        What a forward pass leaves for its backward is `retained`.
-        """
-        starts = [moment.clock for moment in self.moments if moment.phase == "backward"]
-        for number, entry in enumerate(self.entries, start=1):
-            if entry.phase == "forward" and entry.lifetime == "transient":
-                backward = starts[bisect_left(starts, entry.born)]
-                if entry.dies is None or entry.dies >= backward:
-                    entry.lifetime = "retained"
-            yield Row(
-                rank,
-                entry.phase,
-                entry.layer,
-                entry.kind,
-                entry.module,
-                entry.tensor,
-                entry.shape,
-                entry.dtype,
-                entry.count,
-                entry.bytes,
-                block_bytes[number],
-                entry.lifetime,
-                entry.certainty,
-                entry.recompute,
-                entry.born,
-                entry.dies,
-            )
+from labkit.memory.script import CACHE, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Script, Slot
+from labkit.memory.tape import Buffer, Op, Tape, Value
 
 
 class _Storage:
-    """Memory with a reference count; `number` is its open entry, None while it is discarded."""
+    """Memory with a reference count; `slot` is None while it is discarded."""
 
-    __slots__ = ("number", "references", "value")
+    __slots__ = ("held", "references", "slot")
 
-    def __init__(self, number: int, value: Value | None) -> None:
-        self.number: int | None = number
+    def __init__(self, slot: int) -> None:
+        self.slot: int | None = slot
         self.references = 1
-        self.value = value
+        self.held = 0
+        """References that outlive the pass: module attributes and their graphs."""
 
 
-type Library = Callable[[Op, bool], None]
-"""Called before an operation runs, with whether it is its backward: opens the workspaces it needs."""
+def play(tape: Tape, found: list[Region], *, fused_weight_gradients: bool, gradient_held: bool = False) -> Script:
+    """The script of one forward and one backward pass of a unit.
+
+    Args:
+        tape: the unit's operations.
+        found: its recompute regions, outer before inner.
+        fused_weight_gradients: weight gradients are added straight into the gradient buffer.
+        gradient_held: the unit behind holds the gradient it hands over (`Script.gradient_in_held`).
+    """
+    player = _Player(tape, found, fused_weight_gradients=fused_weight_gradients)
+    player.forward()
+    player.backward(gradient_held=gradient_held)
+    return player.script
 
 
-class Player:
-    """Runs forward and backward passes of one tape into a `Book`."""
-
-    def __init__(
-        self, tape: Tape, found: list[Region], book: Book, library: Library, *, fused_weight_gradients: bool
-    ) -> None:
+class _Player:
+    def __init__(self, tape: Tape, found: list[Region], *, fused_weight_gradients: bool) -> None:
+        self.script = Script([], parameters=tape.parameters)
+        self._steps = self.script.forward
         self._tape = tape
-        self._book = book
-        self._library = library
         self._fused_weight_gradients = fused_weight_gradients
         self._starting: dict[int, list[Region]] = {}
         """Regions by their first operation, outer before inner."""
@@ -163,10 +56,9 @@ class Player:
             table.setdefault(region.until, []).append(region)
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
-        for op in tape.ops:
-            for value in op.outputs:
-                if value.base is None:
-                    self._ends.setdefault(value.last_use, []).append(value)
+        made = [value for op in tape.ops for value in op.outputs if value.base is None and value is not tape.exit]
+        for value in made if tape.entry is None else (tape.entry, *made):
+            self._ends.setdefault(value.last_use, []).append(value)
         self._storages: dict[Value, _Storage] = {}
         self._saved: dict[int, list[_Storage]] = {}
         self._inputs: dict[Region, list[_Storage]] = {}
@@ -174,24 +66,45 @@ class Player:
         self._restored: dict[int, list[_Storage]] = {}
         """What restored regions hold, by their first operation."""
         self._gradients: dict[Value, _Storage] = {}
-        self._attributes: dict[tuple[int, str], _Storage] = {}
-        self._graphs: dict[int, list[_Storage]] = {}
-        """What a persisting operation's attribute keeps alive through its autograd graph."""
-        self._caches: dict[str, dict[int, list[_Storage]]] = {}
-        self._dummy_gradients: set[Shape] = set()
+        self._once: set[str] = set()
+        """Keys of what this script allocates once a process."""
         self._label: str | None = None
-        self._replayed_from = 0
-        """First operation of the region being replayed; 0 outside replays."""
+        self._replayed_from = -1
+        """First operation of the region being replayed; -1 outside replays."""
 
     def forward(self) -> None:
         """One micro-batch's forward pass."""
-        self._run(0, len(self._tape.ops) - 1, frozenset(), keep=True)
+        tape = self._tape
+        for neighbour, name in ((tape.entry, "hidden_states"), (tape.exit, "gradient")):
+            # Slots INPUT and GRADIENT_OUT, even where the unit has no such neighbour.
+            if neighbour is None:
+                self.script.slots.append(Slot(name, (), tape.dtype, 0, "", "", None, "exact", None))
+            else:
+                self._slot(neighbour, name)
+        if tape.entry is not None:
+            self._storages[tape.entry] = _Storage(INPUT)
+        if tape.exit is not None:
+            tape.exit.last_use = len(tape.ops)
+        self._run(0, len(tape.ops) - 1, frozenset(), keep=True)
+        if tape.exit is not None:
+            self.script.output = self._storages[tape.exit].slot
 
-    def backward(self) -> None:
-        """The backward pass of the last forward."""
-        loss = self._tape.ops[-1].outputs[0]
-        self._gradients[loss] = self._new(loss, "gradient")
-        self._reverse(0, len(self._tape.ops) - 1, frozenset())
+    def backward(self, *, gradient_held: bool) -> None:
+        """The backward pass of that forward."""
+        tape = self._tape
+        self._steps = self.script.backward
+        if tape.exit is not None:
+            gradient = self._gradients[tape.exit] = _Storage(GRADIENT_OUT)
+            gradient.held = int(gradient_held)
+            gradient.references += gradient.held
+        elif tape.ops:
+            loss = tape.ops[-1].outputs[0]
+            self._gradients[loss] = self._new(loss, "gradient")
+        self._reverse(0, len(tape.ops) - 1, frozenset())
+        if tape.entry is not None:
+            gradient = self._gradients[tape.entry]
+            self.script.gradient_in = gradient.slot
+            self.script.gradient_in_held = gradient.held > 0
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -227,31 +140,24 @@ class Player:
 
     def _forward_op(self, index: int, keep: bool) -> None:
         op = self._tape.ops[index]
-        self._library(op, False)
+        self._libraries(op, backward=False)
         if op.caches:
-            self._cache(index, op)
+            self._cache(op)
             return
         for value in op.outputs:
             if value.base is None:
                 self._make(value)
-        temporaries = [
-            self._book.open(
-                buffer.name, buffer.shape, buffer.dtype, buffer.bytes, module=op.module, kind=op.kind, layer=op.layer
-            )
-            for buffer in op.temporaries
-        ]
+        temporaries = [self._open_buffer(op, buffer) for buffer in op.temporaries]
         if keep:
             self._saved[index] = [self._retain(self._storages[value.storage]) for value in op.saves]
-        for storage in self._graphs.pop(index, ()):
-            self._release(storage)
+        if op.persists:
+            self._steps.append((LET_GO, -1, f"{index} graph"))
         for value in op.persists:
-            key = (index, value.name)
-            before = self._attributes.get(key)
-            self._attributes[key] = self._retain(self._storages[value])
-            if before is not None:
-                self._release(before)
-        for number in temporaries:
-            self._book.close(number)
+            key = f"{index} {value.name}"
+            self._steps.append((LET_GO, -1, key))
+            self._hold(self._storages[value], key)
+        for slot in temporaries:
+            self._steps.append((CLOSE, slot, ""))
         for value in self._ends.get(index, ()):
             # In a replay, what was made before the region belongs to the pass outside it.
             if value.made >= self._replayed_from:
@@ -260,23 +166,17 @@ class Player:
     def _make(self, value: Value) -> None:
         """Give an output its memory: its discarded storage again if it has one, else a new one."""
         storage = self._storages.get(value)
-        if storage is not None and storage.number is None and storage.references > 0:
-            storage.number = self._open(value, value.name)
+        if storage is not None and storage.slot is None and storage.references > 0:
+            storage.slot = self._open(value, value.name)
             storage.references += 1
         else:
             self._storages[value] = self._new(value, value.name)
 
-    def _cache(self, index: int, op: Op) -> None:
-        cache = self._caches.setdefault(op.name, {})
-        if index in cache:
-            return
-        cache[index] = [self._new(value, value.name) for value in op.outputs]
-        for storage in cache[index]:
-            entry = self._book.entries[(storage.number or 0) - 1]
-            entry.lifetime, entry.kind = "workspace", "library"
-        if len(cache) > op.caches:
-            for storage in cache.pop(next(iter(cache))):
-                self._release(storage)
+    def _cache(self, op: Op) -> None:
+        for value in op.outputs:
+            slot = self._slot(value, value.name)
+            self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches)
+            self._steps.append((CACHE, slot, f"{op.name} {value.name}"))
 
     def _discard_after(self, index: int, keep: bool) -> None:
         """Drop the outputs of discard regions whose consumer has just run."""
@@ -336,8 +236,8 @@ class Player:
                 gradients = [
                     self._gradients[value] for value in self._region_values(region) if value in self._gradients
                 ]
-                kept = [*self._inputs[region], *gradients]
-                self._graphs[index] = [self._retain(storage) for storage in kept]
+                for storage in (*self._inputs[region], *gradients):
+                    self._hold(storage, f"{index} graph")
                 return
 
     def _replay(self, region: Region, within: frozenset[Region]) -> list[_Storage]:
@@ -365,27 +265,15 @@ class Player:
         saved = self._saved.pop(index, [])
         flowing = [self._gradients.pop(value) for value in op.outputs if value in self._gradients]
         if flowing or (op.outputs and not op.inputs and not op.caches):
-            self._library(op, True)
-            temporaries = [
-                self._book.open(
-                    buffer.name,
-                    buffer.shape,
-                    buffer.dtype,
-                    buffer.bytes,
-                    module=op.module,
-                    kind=op.kind,
-                    layer=op.layer,
-                    recompute=self._label,
-                )
-                for buffer in op.backward_temporaries
-            ]
+            self._libraries(op, backward=True)
+            temporaries = [self._open_buffer(op, buffer) for buffer in op.backward_temporaries]
             if op.weight is not None:
                 temporaries += self._weight_gradient(op)
             for value in op.inputs:
                 if value.differentiable:
                     self._accumulate(value, self._gradient(op, value, flowing))
-            for number in temporaries:
-                self._book.close(number)
+            for slot in temporaries:
+                self._steps.append((CLOSE, slot, ""))
         for storage in (*flowing, *saved):
             self._release(storage)
 
@@ -416,49 +304,82 @@ class Player:
         Fused into the gradient buffer it leaves autograd a cached dummy of the weight's shape
         (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`); else it is a tensor until it is added.
         """
-        shape = op.weight or ()
-        dtype = self._tape.dtype
-        nbytes = self._tape.buffer("", shape).bytes
+        buffer = self._tape.buffer("weight gradient", op.weight or ())
         if not self._fused_weight_gradients:
-            return [
-                self._book.open("weight gradient", shape, dtype, nbytes, module=op.module, kind=op.kind, layer=op.layer)
-                for _ in range(op.weights)
-            ]
-        if shape not in self._dummy_gradients:
-            self._dummy_gradients.add(shape)
-            self._book.open(
-                "dummy weight gradient", shape, dtype, nbytes, module=op.module, kind="library", lifetime="workspace"
-            )
+            return [self._open_buffer(op, buffer) for _ in range(op.weights)]
+        self._open_once(f"dummy {buffer.shape}", buffer._replace(name="dummy weight gradient"), op.module)
         return []
 
     # -- storages ------------------------------------------------------------------------------------------------
 
+    def _libraries(self, op: Op, *, backward: bool) -> None:
+        for key, buffer in workspaces(op.library, backward=backward):
+            self._open_once(key, buffer, "")
+
+    def _open_once(self, key: str, buffer: Buffer, module: str) -> None:
+        if key not in self._once:
+            self._once.add(key)
+            slot = Slot(buffer.name, buffer.shape, buffer.dtype, buffer.bytes, module, "library", None, "exact", None)
+            self.script.slots.append(slot)
+            self._steps.append((ONCE, len(self.script.slots) - 1, key))
+
+    def _open_buffer(self, op: Op, buffer: Buffer) -> int:
+        self.script.slots.append(
+            Slot(
+                buffer.name,
+                buffer.shape,
+                buffer.dtype,
+                buffer.bytes,
+                op.module_path,
+                op.kind,
+                op.layer,
+                "exact",
+                self._label,
+            )
+        )
+        slot = len(self.script.slots) - 1
+        self._steps.append((OPEN, slot, ""))
+        return slot
+
     def _new(self, value: Value, name: str) -> _Storage:
-        return _Storage(self._open(value, name), value)
+        return _Storage(self._open(value, name))
 
     def _open(self, value: Value, name: str) -> int:
-        return self._book.open(
-            name,
-            value.shape,
-            value.dtype,
-            value.bytes,
-            module=value.module,
-            kind=value.kind,
-            layer=value.layer,
-            certainty="allowance" if value.routed else "exact",
-            recompute=self._label,
+        slot = self._slot(value, name)
+        self._steps.append((OPEN, slot, ""))
+        return slot
+
+    def _slot(self, value: Value, name: str) -> int:
+        self.script.slots.append(
+            Slot(
+                name,
+                value.shape,
+                value.dtype,
+                value.bytes,
+                value.module,
+                value.kind,
+                value.layer,
+                "allowance" if value.routed else "exact",
+                self._label,
+            )
         )
+        return len(self.script.slots) - 1
 
     def _retain(self, storage: _Storage) -> _Storage:
         storage.references += 1
         return storage
 
+    def _hold(self, storage: _Storage, key: str) -> None:
+        storage.references += 1
+        storage.held += 1
+        self._steps.append((HOLD, -1 if storage.slot is None else storage.slot, key))
+
     def _release(self, storage: _Storage) -> None:
         storage.references -= 1
-        if storage.references == 0:
+        if storage.references == storage.held:
             self._drop(storage)
 
     def _drop(self, storage: _Storage) -> None:
-        if storage.number is not None:
-            self._book.close(storage.number)
-            storage.number = None
+        if storage.slot is not None:
+            self._steps.append((CLOSE, storage.slot, ""))
+            storage.slot = None

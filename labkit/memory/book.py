@@ -1,0 +1,120 @@
+"""The estimate's clock and entries: what a rank allocates and frees, in order; becomes ledger rows."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labkit.ledger import Certainty, Lifetime, Moment, Row
+from labkit.memory.tape import Shape
+
+
+@dataclass(slots=True)
+class Entry:
+    """A tensor being written down; becomes a ledger row."""
+
+    phase: str
+    layer: int | None
+    kind: str
+    module: str
+    tensor: str
+    shape: Shape
+    dtype: str
+    bytes: int
+    lifetime: Lifetime
+    certainty: Certainty
+    recompute: str | None
+    born: int
+    dies: int | None = None
+    count: int = 1
+
+
+class Book:
+    """The clock, the phases and the entries of one rank."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.events: list[tuple[int, int]] = []
+        """Allocations `(entry number, bytes)` and frees `(-entry number, 0)`, entry numbers from 1."""
+        self.moments: list[Moment] = []
+        self.phase = ""
+        self._clock = 0
+
+    def enter(self, iteration: int, phase: str) -> None:
+        """A phase begins."""
+        self.phase = phase
+        self.moments.append(Moment(self._clock + 1, iteration, phase))
+
+    def open(
+        self,
+        tensor: str,
+        shape: Shape,
+        dtype: str,
+        nbytes: int,
+        *,
+        module: str,
+        kind: str,
+        layer: int | None = None,
+        lifetime: Lifetime = "transient",
+        certainty: Certainty = "exact",
+        recompute: str | None = None,
+        count: int = 1,
+    ) -> int:
+        """Write down a new tensor; returns its number."""
+        self._clock += 1
+        self.entries.append(
+            Entry(
+                self.phase,
+                layer,
+                kind,
+                module,
+                tensor,
+                shape,
+                dtype,
+                nbytes,
+                lifetime,
+                certainty,
+                recompute,
+                self._clock,
+                None,
+                count,
+            )
+        )
+        number = len(self.entries)
+        self.events.append((number, nbytes))
+        return number
+
+    def close(self, number: int) -> None:
+        """The tensor is free from now on."""
+        self._clock += 1
+        self.entries[number - 1].dies = self._clock
+        self.events.append((-number, 0))
+
+    def rows(self, rank: int, block_bytes: dict[int, int]) -> Iterator[Row]:
+        """The ledger rows, with the size of the block each entry got.
+
+        What a forward pass leaves for its backward is `retained`.
+        """
+        starts = [moment.clock for moment in self.moments if moment.phase == "backward"]
+        for number, entry in enumerate(self.entries, start=1):
+            if entry.phase == "forward" and entry.lifetime == "transient":
+                backward = starts[bisect_left(starts, entry.born)]
+                if entry.dies is None or entry.dies >= backward:
+                    entry.lifetime = "retained"
+            yield Row(
+                rank,
+                entry.phase,
+                entry.layer,
+                entry.kind,
+                entry.module,
+                entry.tensor,
+                entry.shape,
+                entry.dtype,
+                entry.count,
+                entry.bytes,
+                block_bytes[number],
+                entry.lifetime,
+                entry.certainty,
+                entry.recompute,
+                entry.born,
+                entry.dies,
+            )

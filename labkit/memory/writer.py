@@ -1,0 +1,112 @@
+"""Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
+
+from labkit.memory.book import Book
+from labkit.memory.script import CACHE, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
+from labkit.memory.units import Chunk, Unit
+
+
+class Writer:
+    """One process: its library workspaces, its caches, what its modules hold."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._once: set[str] = set()
+        self._caches: dict[str, dict[str, int]] = {}
+        self._held: dict[tuple[int, int, str], list[int]] = {}
+        """Entries that a module attribute keeps, by chunk, unit and key."""
+        self._holds: dict[int, int] = {}
+        """How many attributes keep an entry."""
+        self._done: set[int] = set()
+        """Held entries that their pass is done with."""
+        self._frames: dict[tuple[int, int], list[list[int]]] = {}
+        """Entries of each slot of each unit, by chunk and micro-batch."""
+        self._modules: dict[tuple[int, str], str] = {}
+
+    def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Forward pass of model chunk `index`."""
+        frames = self._frames[index, microbatch] = []
+        hidden = -1
+        for position, unit in enumerate(chunk):
+            frame = [0] * len(unit.script.slots)
+            frame[INPUT] = hidden
+            frames.append(frame)
+            self._run(unit, unit.script.forward, frame, (index, position))
+            if unit.script.output is not None:
+                hidden = frame[unit.script.output]
+
+    def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Backward pass of that forward."""
+        gradient = -1
+        frames = self._frames.pop((index, microbatch))
+        for position in range(len(chunk) - 1, -1, -1):
+            unit, frame = chunk[position], frames[position]
+            frame[GRADIENT_OUT] = gradient
+            self._run(unit, unit.script.backward, frame, (index, position))
+            if unit.script.gradient_in is not None:
+                gradient = frame[unit.script.gradient_in]
+
+    def _run(self, unit: Unit, steps: list[tuple[int, int, str]], frame: list[int], at: tuple[int, int]) -> None:
+        slots = unit.script.slots
+        for code, slot, key in steps:
+            if code == OPEN:
+                frame[slot] = self._open(unit, slots[slot])
+            elif code == CLOSE:
+                self._close(frame[slot])
+            elif code == HOLD:
+                self._held.setdefault((*at, key), []).append(frame[slot])
+                self._holds[frame[slot]] = self._holds.get(frame[slot], 0) + 1
+            elif code == LET_GO:
+                for number in self._held.pop((*at, key), ()):
+                    self._let_go(number)
+            elif code == ONCE and key not in self._once:
+                self._once.add(key)
+                self._open(unit, slots[slot], library=True)
+            elif code == CACHE:
+                self._cache(unit, slots[slot], key)
+
+    def _close(self, number: int) -> None:
+        if number in self._holds:
+            self._done.add(number)
+        else:
+            self._book.close(number)
+
+    def _let_go(self, number: int) -> None:
+        self._holds[number] -= 1
+        if not self._holds[number]:
+            del self._holds[number]
+            if number in self._done:
+                self._done.remove(number)
+                self._book.close(number)
+
+    def _cache(self, unit: Unit, slot: Slot, key: str) -> None:
+        cache = self._caches.setdefault(key, {})
+        module = self._module(unit, slot.module)
+        if module in cache:
+            return
+        cache[module] = self._open(unit, slot, library=True)
+        if len(cache) > slot.entries:
+            self._book.close(cache.pop(next(iter(cache))))
+
+    def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:
+        return self._book.open(
+            slot.name,
+            slot.shape,
+            slot.dtype,
+            slot.bytes,
+            module=self._module(unit, slot.module),
+            kind="library" if library else slot.kind,
+            layer=None if slot.layer is None else slot.layer + unit.first_layer,
+            lifetime="workspace" if library else "transient",
+            certainty=slot.certainty,
+            recompute=slot.recompute,
+        )
+
+    def _module(self, unit: Unit, module: str) -> str:
+        """The module path with the layer's real number."""
+        key = unit.first_layer, module
+        if key not in self._modules:
+            parts = module.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + unit.first_layer)
+            self._modules[key] = ".".join(parts)
+        return self._modules[key]
