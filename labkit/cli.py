@@ -50,9 +50,10 @@ WorkersOption = Annotated[
 def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
     """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
     from labkit.memory.estimate import estimate as estimated
+    from labkit.memory.ranges import ranged
     from labkit.workload import Workload
 
-    _show(estimated(Workload.load(workload)).summary, json)
+    _show(ranged(estimated(Workload.load(workload))), json)
 
 
 @app.command()

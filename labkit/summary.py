@@ -1,9 +1,10 @@
 """What a result says in one page: the same object for an estimate and a trace, in JSON, in a shell, in Jupyter."""
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import NonNegativeInt
 
@@ -75,6 +76,35 @@ class Share(Part):
     bytes: NonNegativeInt
 
 
+class Case(Part):
+    """The peak with one value of a field that the workload leaves open."""
+
+    value: str
+    peak_allocated_bytes: NonNegativeInt
+
+
+class Range(Part):
+    """How far the peak may lie from the one given, and why: a field that the workload leaves open."""
+
+    field: str
+    """Dotted path of the field that would settle it."""
+    cause: str
+    low_bytes: NonNegativeInt
+    high_bytes: NonNegativeInt
+    cases: Many[Case]
+
+    @classmethod
+    def over(cls, field: str, cause: str, cases: Iterable[Case]) -> Self:
+        """The range that the cases span."""
+        listed = tuple(cases)
+        peaks = [case.peak_allocated_bytes for case in listed]
+        return cls(field=field, cause=cause, low_bytes=min(peaks), high_bytes=max(peaks), cases=listed)
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{case.value} {case.peak_allocated_bytes / GIB:.3f}" for case in self.cases)
+        return f"{self.field} is not stated, and {self.cause}: peak {peaks} GiB"
+
+
 class Summary(Part):
     """The documented `--json` object of `labkit estimate` and `labkit trace` (see docs/json.md)."""
 
@@ -101,6 +131,8 @@ class Summary(Part):
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
+    ranges: Many[Range] = ()
+    """What the peak rests on that the workload does not state (`labkit estimate`)."""
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.table import Table
@@ -130,6 +162,8 @@ class Summary(Part):
                 f"{phase.peak_tensor_bytes / GIB:.3f}",
             )
         yield phases
+        for each in self.ranges:
+            yield Text(f"range: {each}")
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")
 
@@ -158,7 +192,8 @@ class Summary(Part):
             f"<td>{share.bytes / self.peak_allocated_bytes:.1%}</td></tr>"
             for share in self.breakdown
         )
-        warnings = "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
+        warnings = "".join(f"<p>Range: {escape(str(each))}</p>" for each in self.ranges)
+        warnings += "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
         return (
             f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "
             f"{escape(self.workload.recompute.label)}, rank {self.rank}. {escape(self.verdict)}</p>"

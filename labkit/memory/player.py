@@ -359,7 +359,7 @@ class _Player:
                 value.module,
                 value.kind,
                 value.layer,
-                "allowance" if value.routed else "exact",
+                value.certainty,
                 self._label,
             )
         )

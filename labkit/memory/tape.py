@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from labkit.ledger import rounded
+from labkit.ledger import Certainty, rounded
 from labkit.workload.training import FLOAT_BYTES
 
 DTYPE_BYTES = {**FLOAT_BYTES, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
@@ -34,8 +34,8 @@ class Value:
     bytes: int
     """Of the tensor, and so of its gradient; rounded to the allocator's unit."""
     differentiable: bool
-    routed: bool
-    """Its size depends on where the router sends tokens."""
+    certainty: Certainty
+    """Whether its size is exact, or rests on where the router sends tokens (`Tape.routed`)."""
     base: "Value | None" = None
     """The tensor whose storage it is a view of; None where it has its own."""
     made: int = -1
@@ -130,6 +130,8 @@ class Tape:
     """Records one unit of a rank's model. Also the naming context: current module path, layer and kind."""
 
     dtype: str
+    routed: Certainty = "exact"
+    """How sure we are of the rows that the router decides on."""
     ops: list[Op] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
     entry: Value | None = None
@@ -182,11 +184,12 @@ class Tape:
         """A tensor of the current module; it exists from the operation it is an output of."""
         kind = dtype or self.dtype
         nbytes = rounded(prod(shape) * DTYPE_BYTES[kind])
-        return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, routed)
+        certainty = self.routed if routed else "exact"
+        return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, certainty)
 
     def view(self, base: Value, name: str, shape: Shape) -> Value:
         """A part of `base` that shares its storage but has a gradient of its own."""
-        view = self.value(name, shape, base.dtype, grad=base.differentiable, routed=base.routed)
+        view = self.value(name, shape, base.dtype, grad=base.differentiable)
         view.base = base.storage
         return view
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from labkit.memory.layers.decoder import Half, record_back, record_front, record_layers
+from labkit.memory.layers.decoder import Place, record_back, record_front, record_layers
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
 from labkit.memory.recompute import Region, checkpoints, regions
@@ -11,6 +11,7 @@ from labkit.memory.script import Script
 from labkit.memory.stages import stage_layers
 from labkit.memory.tape import Parameter, Tape
 from labkit.workload import Workload
+from labkit.workload.routing import busiest_share
 
 
 class Unit(NamedTuple):
@@ -48,7 +49,7 @@ class _Recorder:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._sizes = Sizes.of(workload)
-        self._tapes: dict[tuple[tuple[int, Half], ...], Tape] = {}
+        self._tapes: dict[tuple[Place, ...], Tape] = {}
         self._scripts: dict[tuple[int, bool, bool], tuple[Script, tuple[Region, ...]]] = {}
 
     def chunk(self, layers: range, *, front: bool, back: bool) -> Chunk:
@@ -72,13 +73,18 @@ class _Recorder:
 
     def _stretch(self, first: int, count: int, *, together: bool) -> list[Tape]:
         kinds = self._workload.model.layers[first : first + count]
-        halves = [(layer, half) for layer, kind in enumerate(kinds) for half in kind if half is not None]
-        return [self._tape(tuple(halves))] if together else [self._tape((half,)) for half in halves]
+        places = [
+            Place(layer, half, busiest_share(self._workload, first + layer) if half == "moe" else None)
+            for layer, kind in enumerate(kinds)
+            for half in kind
+            if half is not None
+        ]
+        return [self._tape(tuple(places))] if together else [self._tape((place,)) for place in places]
 
-    def _tape(self, halves: tuple[tuple[int, Half], ...]) -> Tape:
-        if halves not in self._tapes:
-            self._tapes[halves] = record_layers(self._workload, self._sizes, halves)
-        return self._tapes[halves]
+    def _tape(self, places: tuple[Place, ...]) -> Tape:
+        if places not in self._tapes:
+            self._tapes[places] = record_layers(self._workload, self._sizes, places)
+        return self._tapes[places]
 
     def _play(self, tape: Tape, *, checkpointed: bool, gradient_held: bool) -> tuple[Script, tuple[Region, ...]]:
         key = (id(tape), checkpointed, gradient_held)

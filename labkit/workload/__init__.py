@@ -1,10 +1,11 @@
 """What is run: `Workload` and its parts. Knows nothing of bytes, imports no torch."""
 
 from labkit.workload.batch import Batch
+from labkit.workload.finding import Finding
 from labkit.workload.model import GatedDeltaNet, LayerKind, Mamba, MixtureOfExperts, Model, MultiLatentAttention
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import RECOMPUTE_MODULES, Recompute
-from labkit.workload.rules import Finding
+from labkit.workload.routing import Routing
 from labkit.workload.training import DataParallel, Kernels, Optimizer, Software, Training
 from labkit.workload.workload import Workload
 
@@ -23,6 +24,7 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Recompute",
+    "Routing",
     "Software",
     "Training",
     "Workload",

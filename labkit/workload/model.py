@@ -77,6 +77,10 @@ class MixtureOfExperts(Part):
     moe_ffn_hidden_size: PositiveInt
     moe_shared_expert_intermediate_size: PositiveInt | None = None
     """Total hidden width of the shared experts; None has no shared expert."""
+    moe_shared_expert_gate: bool = False
+    """The shared experts' output is scaled by a sigmoid of a projection of their input."""
+    moe_latent_size: PositiveInt | None = None
+    """Width the experts work in, between a projection down and one up; None: the hidden size."""
     moe_layer_freq: PositiveInt | Many[Literal[0, 1]] = 1
     """N: every N-th layer is MoE, starting at the first; a list names each layer (1 MoE, 0 dense)."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -85,10 +89,16 @@ class MixtureOfExperts(Part):
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: PositiveInt | None = None
     moe_router_group_topk: PositiveInt | None = None
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
     moe_router_dtype: Literal["fp32"] | None = None
     """Dtype of routing and combination weights; None keeps the compute dtype."""
+    moe_expert_capacity_factor: float | None = Field(default=None, gt=0.0)
+    """An expert takes at most this times its even share of a rank's rows, the rest is dropped; None drops nothing."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Every expert gets exactly its capacity."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
 
 
 class Model(Part):

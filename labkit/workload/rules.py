@@ -5,31 +5,20 @@ that is theirs names the field they reject.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from labkit.workload.behaviour import KNOWN, version_tuple
+from labkit.workload.expert_rules import expert_findings
+from labkit.workload.finding import Finding
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
 
 
-class Finding(NamedTuple):
-    """One broken rule (`error`) or idle choice (`warning`)."""
-
-    severity: Literal["error", "warning"]
-    field: str
-    """Dotted path of the field in the workload."""
-    reason: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.reason}; {self.remedy}"
-
-
 def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
-    found += [*_megatron_sizes(workload), *_optimizer(workload)]
+    found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 

@@ -12,10 +12,12 @@ from labkit.errors import InputError, nearest
 from labkit.workload.base import Part
 from labkit.workload.batch import Batch
 from labkit.workload.files import load_mapping, model_mapping
+from labkit.workload.finding import Finding
 from labkit.workload.model import Model
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import Recompute
-from labkit.workload.rules import Finding, findings
+from labkit.workload.routing import Routing
+from labkit.workload.rules import findings
 from labkit.workload.training import Training
 
 
@@ -38,6 +40,8 @@ class Workload(Part):
     batch: Batch
     recompute: Recompute = Field(default=Recompute())
     training: Training = Field(default=Training())
+    routing: Routing | None = None
+    """How the router spreads tokens; None is not stated: priced as balanced, and given as a range up to the worst."""
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

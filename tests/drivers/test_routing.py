@@ -1,25 +1,47 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.drivers.trace.routing import balanced
+from labkit.drivers.trace.routing import splits
+from labkit.workload import Workload
+from tests.small import small
 
 
-@given(tokens=st.integers(1, 500), topk=st.integers(1, 8), local=st.integers(1, 8), ranks=st.integers(1, 8))
-def test_every_row_is_sent_once_and_every_sent_row_is_worked_on(tokens: int, topk: int, local: int, ranks: int) -> None:
-    experts = local * ranks
-    plans = [balanced(tokens, topk, experts, ranks, rank) for rank in range(ranks)]
-    for rank, plan in enumerate(plans):
-        assert plan.input_splits.sum() == tokens * topk
-        assert plan.output_splits.sum() == plan.tokens_per_expert.sum()
-        # What rank 0 sends to this rank is what this rank receives from rank 0.
-        assert plan.output_splits[0] == plans[0].input_splits[rank]
-    worked = np.concatenate([plan.tokens_per_expert for plan in plans])
-    assert worked.sum() == tokens * topk * ranks
-    assert worked.max() - worked.min() <= ranks
+def routed(topk: int, local: int, ranks: int) -> Workload:
+    """The small workload over some expert-parallel ranks, routing balanced."""
+    return small(
+        parallelism={"world_size": ranks, "expert_model_parallel_size": ranks},
+        batch={"seq_length": 64, "global_batch_size": ranks},
+        model__mixture_of_experts__num_moe_experts=local * ranks,
+        model__mixture_of_experts__moe_router_topk=topk,
+        model__mixture_of_experts__moe_router_pre_softmax=True,
+    )
+
+
+@given(tokens=st.integers(1, 500), topk=st.integers(1, 8), local=st.integers(1, 8), ranks=st.sampled_from([1, 2, 3, 8]))
+def test_balanced_plans_send_every_row_once(tokens: int, topk: int, local: int, ranks: int) -> None:
+    workload = routed(min(topk, local * ranks), local, ranks)
+    topk = min(topk, local * ranks)
+    for rank in range(ranks):
+        plan = splits(workload, 1, tokens, rank)
+        assert plan.input_splits.sum() == plan.num_out_tokens == tokens * topk
+        assert plan.output_splits.sum() == plan.tokens_per_expert.sum() == plan.input_splits[rank] * ranks
+        assert plan.input_splits.max() - plan.input_splits.min() <= 1
+        assert plan.input_splits[rank] == plan.input_splits.max()
+        assert np.ptp(plan.from_each_sender) <= 1
 
 
 def test_moonlight_splits_evenly() -> None:
-    plan = balanced(tokens=2048, topk=6, num_experts=64, expert_parallel=8, rank=3)
+    workload = Workload.load("data/workloads/moonlight-16b.yaml")
+    plan = splits(workload, 1, 2048, 3)
     assert plan.input_splits.tolist() == plan.output_splits.tolist() == [1536] * 8
     assert plan.tokens_per_expert.tolist() == [1536] * 8
+
+
+@pytest.mark.parametrize(("routing", "busiest"), [("balanced", 64), ("allowance", 103), ("worst", 256)])
+def test_the_busiest_rank_gets_the_stated_share_and_the_others_the_rest(routing: str, busiest: int) -> None:
+    plan = splits(small(routing={"kind": routing}), 1, 128, 2)  # 4 ranks of 2 experts, 2 of them a token
+    assert plan.input_splits[2] == busiest
+    assert plan.input_splits.sum() == 256
+    assert plan.tokens_per_expert.sum() == 4 * busiest

@@ -7,6 +7,7 @@ import pytest
 
 from labkit.ledger import Ledger
 from labkit.memory.estimate import Estimate, estimate
+from labkit.memory.ranges import ranged
 from labkit.summary import breakdown
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
@@ -150,3 +151,14 @@ def test_ledger_frame_has_every_row(control: Estimate) -> None:
     frame = control.ledger.frame
     assert frame.height == len(control.ledger)
     assert Ledger.from_frame(frame, control.ledger.moments).peak() == control.ledger.peak()
+
+
+def test_open_routing_gives_a_range_that_names_it() -> None:
+    workload = smaller(selective(), 3)
+    (found,) = ranged(estimate(workload)).ranges
+    assert found.field == "routing"
+    assert [case.value for case in found.cases] == ["balanced", "allowance", "worst"]
+    assert found.low_bytes == estimate(workload).peak_allocated_bytes < found.high_bytes
+    stated = Workload.from_mapping({**workload.model_dump(), "routing": {"kind": "worst"}})
+    assert estimate(stated).peak_allocated_bytes == found.high_bytes
+    assert ranged(estimate(stated)).ranges == ()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from labkit.drivers.trace.patches import NOTHING, Replacement
-from labkit.drivers.trace.routing import balanced
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 
@@ -23,7 +22,6 @@ def replacements() -> Iterator[Replacement]:
     yield from _random_numbers()
     yield from _gradient_fusion()
     yield from _collectives()
-    yield from _expert_routing()
 
 
 def _random_numbers() -> Iterator[Replacement]:
@@ -82,27 +80,6 @@ def _collectives() -> Iterator[Replacement]:
     objects = "a few KiB while the pickled objects travel"
     yield Replacement(dist, "all_gather_object", _all_gather_object, objects)
     yield Replacement(dist, "broadcast_object_list", lambda *args, **kwargs: None, objects)
-
-
-def _expert_routing() -> Iterator[Replacement]:
-    """The all-to-all dispatcher's one device-to-host copy, answered from a balanced plan."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    def copy_to_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if point != self.cuda_dtoh_point:
-            return tokens_per_expert
-        tokens, topk = self.routing_map.shape[0], self.config.moe_router_topk
-        splits = balanced(tokens, topk, self.num_experts, self.ep_size, self.ep_group.rank())
-        if self.ep_size > 1:
-            self.input_splits, self.output_splits = splits.input_splits, splits.output_splits
-        return splits.tokens_per_expert
-
-    yield Replacement(
-        MoEAlltoAllTokenDispatcher,
-        "_maybe_dtoh_and_synchronize",
-        copy_to_host,
-        "nothing on the device: counts are copied to pinned host memory",
-    )
 
 
 def stated_versions(software: Software) -> Iterator[Replacement]:

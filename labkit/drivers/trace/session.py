@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, megatron_patches
+from labkit.drivers.trace import compiled, cuda_surface, dispatchers, megatron_patches
 from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.driver import Trace
@@ -25,7 +25,7 @@ from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
 from labkit.errors import WorkError
 from labkit.ledger import Ledger
-from labkit.workload import Workload
+from labkit.workload import Routing, Workload
 from labkit.workload.gpu import GPUS
 
 PhaseCallback = Callable[[int, str], None]
@@ -63,6 +63,7 @@ def trace_here(
         enter(fake_cuda(gpu))
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
+        enter(installed(dispatchers.replacements(workload)))
         enter(_process_group(workload, rank))
         enter(_manual_garbage_collection())
         enter(cuda_surface.CudaAsMeta())
@@ -177,7 +178,7 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[i
         environment={
             "device": f"simulated {GPUS[workload.training.gpu].name}, tensors without data",
             "allocator": "CUDACachingAllocator simulated, a pool per stream, default settings",
-            "routing": "balanced",
+            "routing": (workload.routing or Routing()).kind,
         },
         source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),

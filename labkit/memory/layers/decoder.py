@@ -5,7 +5,10 @@ but the residual stream, so that any order of kinds is priced from its distinct 
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
+from labkit.ledger import Certainty
 from labkit.memory.layers.ends import embedding, head_and_loss
 from labkit.memory.layers.linear import add, rms_norm
 from labkit.memory.layers.mla import multi_latent_attention
@@ -13,11 +16,22 @@ from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Workload
+from labkit.workload import Routing, Workload
 from labkit.workload.model import Mixer, MlpKind
 
 type Half = Mixer | MlpKind
 """What stands between two points of the residual stream."""
+
+
+class Place(NamedTuple):
+    """A half in a stretch of layers; equal ones hold the same bytes."""
+
+    layer: int
+    """Counted from the stretch's first."""
+    half: Half
+    share: Fraction | None = None
+    """Of a MoE layer's rows, what the busiest rank gets (`labkit.workload.routing`)."""
+
 
 MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"mla": multi_latent_attention}
 """From the normed hidden state (shard rows, hidden) to the mixer's output of the same shape."""
@@ -31,15 +45,17 @@ def record_front(workload: Workload, sizes: Sizes) -> Tape:
     return tape
 
 
-def record_layers(workload: Workload, sizes: Sizes, halves: Sequence[tuple[int, Half]]) -> Tape:
-    """A stretch of layers, as halves in order: (layer, counted from the stretch's first, and its mixer or MLP)."""
-    tape = Tape(workload.training.precision)
+def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> Tape:
+    """A stretch of layers, as halves in order."""
+    tape = Tape(workload.training.precision, _routed_certainty(workload.routing))
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     with tape.module("decoder"):
-        for layer, half in halves:
+        for layer, half, share in places:
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
-                if half == "dense" or half == "moe":  # noqa: PLR1714 (the type checker narrows equalities alone)
-                    hidden = _mlp(tape, workload, sizes, hidden, half)
+                if half == "dense":
+                    hidden = _mlp(tape, workload, sizes, hidden)
+                elif half == "moe":
+                    hidden = _moe(tape, workload, sizes, hidden, share or Fraction(1, sizes.ep))
                 else:
                     hidden = _mixer(tape, workload, sizes, hidden, half)
     tape.exit = hidden
@@ -65,15 +81,24 @@ def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: M
     return add(tape, sizes, output, hidden)
 
 
-def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, kind: MlpKind) -> Value:
-    model = workload.model
-    if kind == "dense":
-        with tape.module("mlp", kind="mlp"):
-            output = dense_mlp(tape, model, sizes, hidden)
-    else:
-        with tape.module("pre_mlp_layernorm"):
-            tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
-            normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
-        with tape.module("mlp", kind="moe"):
-            output = moe_layer(tape, workload, sizes, normed)
+def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    with tape.module("mlp", kind="mlp"):
+        output = dense_mlp(tape, workload.model, sizes, hidden)
     return add(tape, sizes, output, hidden)
+
+
+def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fraction) -> Value:
+    model = workload.model
+    with tape.module("pre_mlp_layernorm"):
+        tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
+        normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+    with tape.module("mlp", kind="moe"):
+        output = moe_layer(tape, workload, sizes, normed, share)
+    return add(tape, sizes, output, hidden)
+
+
+def _routed_certainty(routing: Routing | None) -> Certainty:
+    """A stated routing is exact, a measured one is measured; without either its rows are set aside."""
+    if routing is None or routing.kind == "allowance":
+        return "allowance"
+    return "measured" if routing.kind == "measured" else "exact"

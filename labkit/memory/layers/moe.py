@@ -1,15 +1,17 @@
 """Mixture of experts (Megatron Core `transformer/moe/`): router, all-to-all dispatch, grouped experts, shared experts.
 
-Expert rows: `sent` leave this rank (its shard rows times top-k), `received` reach its local experts. Under balanced
-routing, which is assumed here, both are equal; values whose rows depend on routing are marked as such.
+Expert rows: `sent` leave this rank (its shard rows times top-k), `received` reach its local experts: those of the
+busiest rank (`labkit.workload.routing`). Values whose rows depend on routing are marked as such.
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from labkit.memory.layers.linear import column_parallel, row_parallel, swiglu
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import MixtureOfExperts, Workload
+from labkit.workload.routing import expert_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +23,21 @@ class _Routed:
     local_experts: int
 
     @classmethod
-    def balanced(cls, moe: MixtureOfExperts, sizes: Sizes) -> "_Routed":
-        sent = sizes.shard * moe.moe_router_topk
-        return cls(sent, sent, moe.num_moe_experts // sizes.ep)
+    def of(cls, workload: Workload, moe: MixtureOfExperts, sizes: Sizes, share: Fraction) -> "_Routed":
+        rows = expert_rows(workload, share, sizes.shard)
+        return cls(rows.sent, rows.received, moe.num_moe_experts // sizes.ep)
 
 
-def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Value:
-    """From the normed residual (shard rows, hidden) to the layer's output (shard rows, hidden) (`MoELayer`)."""
+def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share: Fraction) -> Value:
+    """From the normed residual (shard rows, hidden) to the layer's output (shard rows, hidden) (`MoELayer`).
+
+    `share` is the busiest rank's part of the layer's rows.
+    """
     moe = workload.model.mixture_of_experts
     if moe is None:
         raise ValueError("a MoE layer needs mixture_of_experts")
     kernels = workload.training.kernels
-    routed = _Routed.balanced(moe, sizes)
+    routed = _Routed.of(workload, moe, sizes, share)
     overlaps = kernels.moe_shared_expert_overlap and moe.moe_shared_expert_intermediate_size is not None
     shared_width = (moe.moe_shared_expert_intermediate_size or 0) // sizes.tp
     _parameters(tape, moe, sizes, routed, shared_width)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import moonlight
+from tests.memory.grid import moe, moonlight
 
-FAMILIES = {"moonlight": moonlight}
+FAMILIES = {"moonlight": moonlight, "moe": moe}
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]
 
 
@@ -23,7 +23,7 @@ def workload(name: str) -> Workload:
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> Workload:
     """`base` with dotted fields changed; `labels` is a selective list, `full` a method and its number of layers."""
-    data = {section: dict(fields) for section, fields in base.items()}
+    data = {section: dict(fields) for section, fields in base.items() if fields is not None}
     fields = dict(changes)
     labels, full = fields.pop("labels", []), fields.pop("full", None)
     for path, value in fields.items():

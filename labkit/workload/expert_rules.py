@@ -1,0 +1,94 @@
+"""Rules of mixture-of-experts layers and of the routing a workload states (see `labkit.workload.rules`)."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from labkit.workload.finding import Finding
+from labkit.workload.routing import Routing, busiest_share, largest_share
+
+if TYPE_CHECKING:
+    from labkit.workload.model import MixtureOfExperts
+    from labkit.workload.workload import Workload
+
+_AT = "model.mixture_of_experts."
+
+
+def expert_findings(workload: "Workload") -> Iterator[Finding]:
+    """Every such rule the workload breaks; sizes that do not divide are for `labkit.workload.rules`."""
+    moe, routing = workload.model.mixture_of_experts, workload.routing
+    if moe is None:
+        if routing is not None:
+            yield Finding("warning", "routing", "the model has no experts to route to", "leave it out")
+        return
+    yield from _not_priced(moe)
+    yield from _capacity(moe)
+    if routing is not None and moe.num_moe_experts % workload.parallelism.ep == 0:
+        yield from _routing(workload, moe, routing)
+
+
+def _not_priced(moe: "MixtureOfExperts") -> Iterator[Finding]:
+    """What Megatron Core can run and labkit has no rows for yet."""
+    refused = {
+        "moe_shared_expert_gate": (moe.moe_shared_expert_gate, "a gate"),
+        "moe_latent_size": (moe.moe_latent_size is not None, "a latent width"),
+        "moe_router_load_balancing_type": (moe.moe_router_load_balancing_type == "global_aux_loss", "global_aux_loss"),
+        "moe_z_loss_coeff": (moe.moe_z_loss_coeff is not None, "z-loss"),
+        "moe_expert_capacity_factor": (moe.moe_expert_capacity_factor is not None, "a capacity"),
+    }
+    for field, (broken, what) in refused.items():
+        if broken:
+            yield Finding("error", _AT + field, f"{what} is not supported by this version of labkit", "use the default")
+
+
+def _capacity(moe: "MixtureOfExperts") -> Iterator[Finding]:
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        field = f"{_AT}moe_pad_expert_input_to_capacity"
+        yield Finding("error", field, "without a capacity there is nothing to pad to", "set moe_expert_capacity_factor")
+
+
+_FIELDS = {"imbalance": "allowance", "share": "concentrated", "rows_per_expert": "measured"}
+"""Fields of `Routing` by the kind that takes them."""
+
+
+def _routing(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
+    for field, kind in _FIELDS.items():
+        if getattr(routing, field) is not None and routing.kind != kind:
+            remedy = f"set routing.kind: {kind} or leave it out"
+            yield Finding("error", f"routing.{field}", f"{routing.kind} routing does not use it", remedy)
+    if routing.kind == "concentrated":
+        yield from _concentrated(workload, moe, routing)
+    elif routing.kind == "measured":
+        yield from _measured(workload, moe, routing)
+
+
+def _concentrated(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
+    if routing.share is None:
+        yield Finding("error", "routing.share", "concentrated routing needs it", "give the busiest rank's part of rows")
+        return
+    ep, share = workload.parallelism.ep, busiest_share(workload, None)
+    most = largest_share(moe, ep)
+    if share > most:
+        reason = f"{routing.share} is more than one rank can get when a token's choices are different experts"
+        yield Finding("error", "routing.share", reason, f"use at most {float(most):g}")
+    elif share < Fraction(1, ep):
+        reason = f"{routing.share} is below the even share, so another rank is busier"
+        yield Finding("error", "routing.share", reason, f"use at least {1 / ep:g}")
+
+
+def _measured(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
+    field, histograms = "routing.rows_per_expert", routing.rows_per_expert
+    layers = sum(layer.mlp == "moe" for layer in workload.model.layers)
+    if not histograms:
+        yield Finding("error", field, "measured routing needs it", "give the rows of each expert, one list a MoE layer")
+    elif len(histograms) not in (1, layers):
+        reason = f"{len(histograms)} histograms do not fit {layers} MoE layers"
+        yield Finding("error", field, reason, f"give one for all layers or {layers}")
+    elif any(len(histogram) != moe.num_moe_experts for histogram in histograms):
+        reason = f"a histogram does not name each of the {moe.num_moe_experts} experts"
+        yield Finding("error", field, reason, f"give {moe.num_moe_experts} numbers in each")
+    elif any(not any(histogram) for histogram in histograms):
+        yield Finding("error", field, "a histogram has no rows", "leave empty layers out of the measurement")
+    elif any(max(histogram) * moe.moe_router_topk > sum(histogram) for histogram in histograms):
+        reason = f"an expert has more than 1/{moe.moe_router_topk} of the rows, and a token never goes to it twice"
+        yield Finding("error", field, reason, "count each routed row once, at the expert it goes to")

@@ -1,0 +1,137 @@
+"""Where tokens go: how many rows of a micro-batch reach the experts of one rank.
+
+Routing is data that no formula knows, so a workload states it, and the estimator and the trace both ask here. All
+ranks are taken to send alike, and a rank's rows lie evenly over its experts; what a kind of routing decides is the
+share of all rows that the busiest expert-parallel rank gets. That rank is the one priced and traced.
+"""
+
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeInt
+
+from labkit.workload.base import Many, Part
+
+if TYPE_CHECKING:
+    from labkit.workload.model import MixtureOfExperts
+    from labkit.workload.workload import Workload
+
+RoutingKind = Literal["balanced", "allowance", "worst", "concentrated", "measured"]
+
+_IMBALANCE = {1: 1.0, 2: 1.4, 4: 1.6, 8: 2.0}
+"""The busiest rank's rows over the even share, by expert-parallel size: what labkit sets aside where routing was not
+measured. Above measured shares (1.24, 1.41 and 1.62 over 3.5M tokens at 2, 4 and 8 ranks, 1.95 for one small batch)."""
+
+
+class Routing(Part):
+    """How the router spreads tokens over expert-parallel ranks."""
+
+    kind: RoutingKind = "balanced"
+    """balanced: evenly; allowance: `imbalance` times the even share on the busiest rank; worst: every token's choices
+    on one rank, as far as it has experts; concentrated: the stated `share` there; measured: by `rows_per_expert`."""
+    imbalance: float | None = Field(default=None, ge=1.0)
+    """For allowance; None: `default_imbalance` of the expert-parallel size."""
+    share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """For concentrated: of all rows, what the experts of one rank get."""
+    rows_per_expert: Many[Many[NonNegativeInt]] | None = None
+    """For measured: rows of each expert, one histogram for all MoE layers or one for each of them."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows of one MoE layer and micro-batch; integers, or arrays of them where tokens are."""
+
+    sent: Any
+    """Rows one rank sends to all experts."""
+    to_busiest: Any
+    """Those of them for the experts of the busiest rank."""
+    received: Any
+    """Rows the experts of the busiest rank get from all ranks."""
+    capacity: Any
+    """Most rows one rank may send to one expert; None: no limit."""
+
+
+def expert_rows(workload: "Workload", share: Fraction, tokens: Any) -> ExpertRows:
+    """Rows of a layer when each rank has `tokens` before dispatch and the busiest rank gets `share` of all rows.
+
+    Under a capacity factor rows above an expert's capacity are dropped; with padding every expert gets its capacity.
+    """
+    moe, layout = _experts(workload), workload.parallelism
+    senders, experts, local = layout.ep * layout.etp, moe.num_moe_experts, moe.num_moe_experts // layout.ep
+    rows = tokens * moe.moe_router_topk
+    to_busiest = -(-rows * share.numerator // share.denominator)
+    if moe.moe_expert_capacity_factor is None:
+        return ExpertRows(rows, to_busiest, to_busiest * senders, None)
+    # `moe_utils.get_capacity`, in floating point as there.
+    capacity = _ceiling(rows / experts * moe.moe_expert_capacity_factor)
+    if moe.moe_pad_expert_input_to_capacity:
+        return ExpertRows(capacity * experts, capacity * local, capacity * local * senders, capacity)
+    elsewhere = _smaller(rows - to_busiest, capacity * (experts - local))
+    to_busiest = _smaller(to_busiest, capacity * local)
+    return ExpertRows(to_busiest + elsewhere, to_busiest, to_busiest * senders, capacity)
+
+
+def busiest_share(workload: "Workload", layer: int | None) -> Fraction:
+    """The part of all rows that the experts of the busiest rank get in a decoder layer, or (None) one behind it."""
+    routing, moe, ep = workload.routing or Routing(), _experts(workload), workload.parallelism.ep
+    most = largest_share(moe, ep)
+    match routing.kind:
+        case "balanced":
+            return Fraction(1, ep)
+        case "allowance":
+            imbalance = default_imbalance(ep) if routing.imbalance is None else routing.imbalance
+            return min(Fraction(str(imbalance)) / ep, most)
+        case "worst":
+            return most
+        case "concentrated":
+            return Fraction(str(routing.share))
+        case "measured":
+            return _measured_share(workload, routing.rows_per_expert or (), layer)
+
+
+def largest_share(moe: "MixtureOfExperts", ep: int) -> Fraction:
+    """What one rank can get at most: a token's choices are different experts."""
+    return Fraction(min(moe.moe_router_topk, moe.num_moe_experts // ep), moe.moe_router_topk)
+
+
+def default_imbalance(ep: int) -> float:
+    """The allowance for an expert-parallel size: 1.4, 1.6 and 2.0 at 2, 4 and 8 ranks.
+
+    Between those it is linear in the logarithm of the size; above 8 each doubling adds what the last one did (0.4).
+    `busiest_share` keeps it below what top-k allows.
+    """
+    doublings = math.log2(ep)
+    below = min(math.floor(doublings), 2)
+    low, high = _IMBALANCE[2**below], _IMBALANCE[2 ** (below + 1)]
+    return round(low + (high - low) * (doublings - below), 6)
+
+
+def _measured_share(workload: "Workload", histograms: tuple[tuple[int, ...], ...], layer: int | None) -> Fraction:
+    """The busiest rank is the one with most rows over all layers; each layer's share is that rank's there."""
+    by_rank = [_by_rank(histogram, workload.parallelism.ep) for histogram in histograms]
+    totals = [sum(Fraction(rows[rank], sum(rows)) for rows in by_rank) for rank in range(workload.parallelism.ep)]
+    busiest = totals.index(max(totals))
+    layers = [index for index, kind in enumerate(workload.model.layers) if kind.mlp == "moe"]
+    rows = by_rank[layers.index(layer)] if len(by_rank) > 1 and layer in layers else by_rank[-1]
+    return Fraction(rows[busiest], sum(rows))
+
+
+def _by_rank(histogram: tuple[int, ...], ep: int) -> list[int]:
+    local = len(histogram) // ep
+    return [sum(histogram[rank * local : (rank + 1) * local]) for rank in range(ep)]
+
+
+def _experts(workload: "Workload") -> "MixtureOfExperts":
+    if workload.model.mixture_of_experts is None:
+        raise ValueError("only a model with mixture_of_experts routes")
+    return workload.model.mixture_of_experts
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    """The smaller one, elementwise for arrays."""
+    return a - (a - b) * (a > b)
+
+
+def _ceiling(value: Any) -> Any:
+    """The next integer from a float or an array of them."""
+    return math.ceil(value) if isinstance(value, float) else (-(-value // 1)).astype("int64")
