@@ -122,9 +122,9 @@ def show(cases: Sequence[Case], console: Console) -> None:
     """Cases, families and a summary, for people."""
     for family in dict.fromkeys(case.family for case in cases):
         table = Table(title=f"{family}: relative error of the estimate", title_justify="left")
-        table.add_column("case", no_wrap=True)
+        table.add_column("case")
         for heading in ("static", "retained", "peak", "phases"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for case in cases:
             if case.family == family:
                 errors = (case.between_steps_error, case.retained_error, case.peak_error, case.phase_error)

@@ -19,7 +19,9 @@ import labkit
 from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
+    from labkit.drivers.trace.driver import Trace
     from labkit.study import Study
+    from labkit.workload import Workload
     from labkit.workload.base import Part
 
 _INTERRUPTED = 130
@@ -59,22 +61,30 @@ def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
 @app.command()
 def trace(workload: WorkloadArgument, json: JsonOption = False) -> None:
     """Trace the peak memory of one rank: the real Megatron Core code over tensors without data, no GPU."""
-    from rich.console import Console
+    from labkit.workload import Workload
 
+    _show(_traced(Workload.load(workload)).summary, json)
+
+
+@app.command()
+def compare(
+    workload: WorkloadArgument,
+    everything: Annotated[bool, typer.Option("--all", help="Also the rows on which both sides agree.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Lay estimate and trace side by side, tensor by tensor: between steps, retained, at the peak."""
+    from labkit.comparison import Comparison
+    from labkit.comparison import compare as compared
+    from labkit.memory.estimate import estimate as estimated
     from labkit.workload import Workload
 
     checked = Workload.load(workload)
-    from labkit.drivers.trace.server import TraceServer
-
-    console = Console(stderr=True)
-    with console.status(f"tracing {checked.model.name} ...") as line, TraceServer() as server:
-        traced = server.run(
-            checked,
-            on_phase=lambda iteration, phase: line.update(
-                f"tracing {checked.model.name}: iteration {iteration}, {phase}"
-            ),
-        )
-    _show(traced.summary, json)
+    comparison = Comparison(
+        workload=f"{checked.model.name}, recompute {checked.recompute.label}",
+        workload_hash=checked.content_hash,
+        sections=compared(estimated(checked).ledger, _traced(checked).ledger),
+    )
+    _show(comparison if everything else comparison.only_differences(), json)
 
 
 @study_app.command("run")
@@ -144,6 +154,20 @@ def options(
 def version() -> None:
     """Print labkit's version."""
     _print_version(True)
+
+
+def _traced(workload: "Workload") -> "Trace":
+    """The trace of a workload; where someone watches, its phase shows on stderr."""
+    from rich.console import Console
+
+    from labkit.drivers.trace.server import TraceServer
+
+    console, name = Console(stderr=True), workload.model.name
+    with console.status(f"tracing {name} ...") as line, TraceServer() as server:
+        return server.run(
+            workload,
+            on_phase=lambda iteration, phase: line.update(f"tracing {name}: iteration {iteration}, {phase}"),
+        )
 
 
 def _open(study: Path, store: Path | None) -> "Study":

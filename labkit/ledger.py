@@ -48,6 +48,7 @@ class Row(NamedTuple):
     tensor: str
     shape: tuple[int, ...]
     dtype: str
+    """bf16, fp16, fp32, fp64; else PyTorch's name."""
     count: int  # type: ignore[assignment]  # the column's name; tuple.count is not used
     bytes: int
     block_bytes: int

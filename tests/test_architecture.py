@@ -9,13 +9,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
 GROUND = {"errors", "workload"}
-TABLE = GROUND | {"ledger", "allocator", "summary"}
+TABLE = GROUND | {"ledger", "allocator", "comparison", "summary"}
 MAY_IMPORT = {
     "errors": set(),
     "workload": GROUND,
     "ledger": TABLE,
     "allocator": TABLE,
     "summary": TABLE,
+    "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},
     "drivers": TABLE | {"drivers"},
     "study": TABLE | {"memory", "drivers", "study"},

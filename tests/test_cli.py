@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from labkit.cli import main
+from labkit.comparison import Comparison
 from labkit.errors import WorkError
 from labkit.study.status import StudyStatus
 from labkit.summary import Summary
@@ -120,7 +121,7 @@ def one_sentence(result: Answer, text: str, folder: Path, files: set[str]) -> No
     assert {path.name for path in folder.rglob("*")} == files
 
 
-@pytest.mark.parametrize("command", ["estimate", "trace"])
+@pytest.mark.parametrize("command", ["estimate", "trace", "compare"])
 @pytest.mark.parametrize("mistake", BAD_WORKLOADS)
 def test_wrong_workload_is_one_sentence_and_exit_code_2(
     labkit: Command, command: str, mistake: str, tmp_path: Path
@@ -206,6 +207,20 @@ def test_trace_prints_one_json_object_that_is_a_summary(tmp_path: Path) -> None:
     summary = Summary.model_validate_json(result.stdout, strict=False)
     assert summary.certainty == "traced"
     assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
+
+
+def test_compare_lays_estimate_and_trace_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    result = process(*LABKIT, "compare", str(tmp_path / "small.yaml"), "--json", "--all")
+    assert (result.returncode, result.stderr) == (0, "")
+    comparison = Comparison.model_validate_json(result.stdout, strict=False)
+    assert [section.moment for section in comparison.sections][:2] == ["between steps", "retained"]
+    for section in comparison.sections:
+        assert sum(line.estimate_bytes for line in section.lines) == section.estimate_bytes
+        assert sum(line.trace_bytes for line in section.lines) == section.trace_bytes
+        assert section.estimate_bytes == pytest.approx(section.trace_bytes, rel=0.01)
+        paired = sum(line.estimate_bytes for line in section.lines if line.match in ("equal", "elsewhere"))
+        assert paired > 0.95 * section.estimate_bytes
 
 
 class FailingServer:

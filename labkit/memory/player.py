@@ -307,7 +307,8 @@ class _Player:
         buffer = self._tape.buffer("weight gradient", op.weight or ())
         if not self._fused_weight_gradients:
             return [self._open_buffer(op, buffer) for _ in range(op.weights)]
-        self._open_once(f"dummy {buffer.shape}", buffer._replace(name="dummy weight gradient"), op.module)
+        dummy = buffer._replace(name="dummy weight gradient")
+        self._open_once(f"dummy {buffer.shape}", dummy, op.module_path, op.layer)
         return []
 
     # -- storages ------------------------------------------------------------------------------------------------
@@ -316,10 +317,10 @@ class _Player:
         for key, buffer in workspaces(op.library, backward=backward):
             self._open_once(key, buffer, "")
 
-    def _open_once(self, key: str, buffer: Buffer, module: str) -> None:
+    def _open_once(self, key: str, buffer: Buffer, module: str, layer: int | None = None) -> None:
         if key not in self._once:
             self._once.add(key)
-            slot = Slot(buffer.name, buffer.shape, buffer.dtype, buffer.bytes, module, "library", None, "exact", None)
+            slot = Slot(buffer.name, buffer.shape, buffer.dtype, buffer.bytes, module, "library", layer, "exact", None)
             self.script.slots.append(slot)
             self._steps.append((ONCE, len(self.script.slots) - 1, key))
 

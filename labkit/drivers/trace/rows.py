@@ -15,7 +15,11 @@ from labkit.workload.model import LayerKind
 BATCHES = "batches"
 """The function that makes a batch (`labkit.drivers.step`)."""
 
-_LIBRARIES = {cublas.PRODUCER, "get_cublas_workspace", "get_dummy_wgrad", "get_tensor"}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The ledger's names where they are not PyTorch's."""
+
+_TE_WORKSPACE = "get_cublas_workspace"
+_LIBRARIES = {cublas.PRODUCER, _TE_WORKSPACE, "get_dummy_wgrad", "get_tensor"}
 """Producers of what libraries keep for the process: workspaces of PyTorch's cuBLAS and of Transformer Engine's GEMMs
 (`cpp_extensions.gemm`), its dummy weight gradients (`module.base`), Megatron's `GlobalMemoryBuffer`."""
 
@@ -52,8 +56,7 @@ def rows(
         known = names.get(allocation.serial)
         if known is None:
             kind = "library" if library else _kind(allocation, layers)
-            module = "" if allocation.maker.module == OUTSIDE else allocation.maker.module
-            known = Name(kind, module, allocation.maker.producer)
+            known = Name(kind, *_place(allocation))
         yield Row(
             rank=rank,
             phase=allocation.phase,
@@ -62,7 +65,7 @@ def rows(
             module=known.module,
             tensor=known.tensor,
             shape=allocation.shape,
-            dtype=allocation.dtype,
+            dtype=_DTYPES.get(allocation.dtype, allocation.dtype),
             count=1,
             bytes=allocation.bytes,
             block_bytes=simulated.block_bytes[allocation.serial],
@@ -72,6 +75,16 @@ def rows(
             born=allocation.born,
             dies=allocation.dies,
         )
+
+
+def _place(allocation: Allocation) -> tuple[str, str]:
+    """Module and tensor name. A GEMM workspace belongs to the process, not to the module that needed it first."""
+    module, producer = allocation.maker.module, allocation.maker.producer
+    if producer == cublas.PRODUCER:
+        return "", f"{producer} ({module})"
+    if module == OUTSIDE:
+        return allocation.phase if allocation.phase in ("grad_sync", "optimizer") else "", producer
+    return "" if producer == _TE_WORKSPACE else module, producer
 
 
 def _of_a_library(allocation: Allocation) -> bool:

@@ -113,6 +113,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     """Build and step; returns what is known of allocations by name."""
     from labkit.drivers import build
     from labkit.drivers.step import TrainingStep
+    from labkit.drivers.trace.state_names import optimizer_tensors
 
     names: dict[int, Name] = {}
 
@@ -140,6 +141,9 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         for _ in range(iterations):
             gc.collect()
             step.run()
+    paths = {parameter: path for path, parameter in model.module.named_parameters()}
+    for path, tensor in optimizer_tensors(optimizer, paths):
+        name(tensor, "optimizer", path)
     return names
 
 

@@ -1,0 +1,38 @@
+"""Which tensor of the optimizer belongs to which parameter, for the names of the ledger's rows."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+
+def optimizer_tensors(
+    optimizer: MegatronOptimizer, paths: Mapping[torch.nn.Parameter, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path of the parameter and of what is kept of it, tensor) for each shard of the optimizer on this rank.
+
+    Sources: `DistributedOptimizer._build_model_and_main_param_groups`, `FusedAdam.initialize_state`.
+
+    Args:
+        optimizer: After its first step.
+        paths: The model's parameters and their paths.
+    """
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
+            continue
+        # Where Transformer Engine holds the main parameters there are none here, and the bf16 shards key the state.
+        groups = (
+            (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups, part.shard_fp32_groups),
+        )
+        for group in groups:
+            for parameters, shards, mains in zip(*group, strict=True):
+                for parameter, shard, main in zip(parameters, shards, mains, strict=True):
+                    path = paths[parameter]
+                    if main is not None and main is not shard:
+                        yield f"{path}.main_param", main
+                    for name, tensor in part.optimizer.state.get(shard if main is None else main, {}).items():
+                        if isinstance(tensor, torch.Tensor):
+                            yield f"{path}.{name}", tensor
