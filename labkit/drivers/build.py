@@ -12,6 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import (
@@ -58,6 +61,7 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         **_attention(model),
+        **_linear_attention(model),
         **_mixture_of_experts(workload),
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -83,6 +87,15 @@ def _attention(model: Model) -> dict[str, Any]:
         # Only here a field of the configuration; elsewhere an argument of the model.
         return {"rope_type": "rope", "rotary_base": model.rotary_base, **model.multi_latent_attention.model_dump()}
     return {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
+
+
+def _linear_attention(model: Model) -> dict[str, Any]:
+    if model.gated_delta_net is None:
+        return {}
+    fields = model.gated_delta_net.model_dump()
+    if not isinstance(model.gated_delta_net.linear_attention_freq, int):
+        fields["linear_attention_freq"] = list(model.gated_delta_net.linear_attention_freq)
+    return {"experimental_attention_variant": "gated_delta_net", **fields}
 
 
 def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def build_model(workload: Workload) -> Float16Module:
     config = transformer_config(workload)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        _block_spec(config),
         vocab_size=workload.padded_vocab_size,
         max_sequence_length=workload.batch.seq_length,
         share_embeddings_and_output_weights=not workload.model.untie_embeddings_and_output_weights,
@@ -126,6 +139,13 @@ def build_model(workload: Workload) -> Float16Module:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.cuda(torch.cuda.current_device())
     return Float16Module(config, model)
+
+
+def _block_spec(config: TransformerConfig) -> Any:
+    """As `megatron.training.models.gpt.transformer_engine_layer_spec` chooses it."""
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
 
 
 def wrap(workload: Workload, model: Float16Module) -> DistributedDataParallel:

@@ -47,8 +47,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "moe_act": (Rule("discard", "mlp.experts.@activation", until="mlp.experts.linear_fc2"),),
     # moe_layer.py, shared_experts_recompute
     "shared_experts": (Rule("checkpoint", "mlp.shared_experts", kind="moe"),),
-    # gated_delta_net.py; workloads with such layers are refused until they are priced
-    "gdn_norm_out": (),
+    # gated_delta_net/gdn.py, norm_out_checkpoint
+    "gdn_norm_out": (Rule("discard", "self_attention.@norm_out", until="self_attention.out_proj"),),
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from labkit.workload.behaviour import KNOWN, version_tuple
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
+from labkit.workload.mixer_rules import mixer_findings
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -19,6 +20,7 @@ def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
+    found += mixer_findings(workload)
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -26,8 +28,10 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     """What Megatron Core can run and labkit has no rows for yet."""
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
     refused = {
-        "model.multi_latent_attention": (model.multi_latent_attention is None, "other attention"),
-        "model.gated_delta_net": (model.gated_delta_net is not None, "gated delta net"),
+        "model.multi_latent_attention": (
+            any(layer.mixer == "attention" for layer in model.layers),
+            "other attention",
+        ),
         "model.mamba": (model.mamba is not None, "Mamba"),
         "model.hybrid_layer_pattern": (model.hybrid_layer_pattern is not None, "a hybrid pattern"),
         "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
@@ -279,8 +283,6 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
     labels = choice.modules
     if "moe_act" in labels and moe is None:
         yield Finding("error", field, "moe_act needs experts with grouped GEMM, this model has none", "remove it")
-    if "gdn_norm_out" in labels:
-        yield Finding("error", field, "gdn_norm_out needs gated-delta-net layers, this model has none", "remove it")
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
     if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
         yield Finding(

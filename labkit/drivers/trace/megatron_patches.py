@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.drivers.trace import compiled_gdn
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
@@ -22,6 +23,7 @@ def replacements() -> Iterator[Replacement]:
     yield from _random_numbers()
     yield from _gradient_fusion()
     yield from _collectives()
+    yield from compiled_gdn.replacements()
 
 
 def _random_numbers() -> Iterator[Replacement]:

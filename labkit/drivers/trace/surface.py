@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from labkit.drivers.trace import cuda_surface, light_imports, megatron_patches, te_shapes
+from labkit.drivers.trace import cuda_surface, light_imports, megatron_patches, te_shapes, triton_surface
 from labkit.drivers.trace.patches import Replacement, installed
 from labkit.workload.gpu import Gpu
 
@@ -24,5 +24,6 @@ def fake_cuda(gpu: Gpu) -> AbstractContextManager[list[Replacement]]:
 def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from light_imports.replacements()
     yield from cuda_surface.replacements(gpu)
-    yield from te_shapes.replacements()
+    yield from triton_surface.replacements(gpu)
+    te_shapes.import_transformer_engine()
     yield from megatron_patches.replacements()

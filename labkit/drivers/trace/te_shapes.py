@@ -11,12 +11,10 @@ import importlib
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
-import triton.runtime.jit
 from torch import Tensor
 
 from labkit.drivers.trace.patches import NOTHING, Replacement, installed
@@ -289,25 +287,15 @@ def _module() -> _Shapes:
     return module
 
 
-def replacements() -> Iterator[Replacement]:
-    """A launcher for Triton kernels that launches nothing.
+def import_transformer_engine() -> None:
+    """Import Transformer Engine's Python half over the stand-in, if that has not happened.
 
-    Imports Transformer Engine's Python half over the stand-in first, if that has not happened. It keeps the stand-in
-    for good: that is why a trace runs in a worker process, and why no process may use a GPU after tracing.
+    It keeps the stand-in for good: that is why a trace runs in a worker process, and why no process may use a GPU
+    after tracing.
 
     Raises:
         WorkError: the real compiled half is already loaded in this process.
     """
-    yield Replacement(
-        triton.runtime.jit.KernelInterface,
-        "__getitem__",
-        lambda kernel, grid: _in_place,
-        "nothing: kernels write tensors that Python allocated",
-    )
-    _import_transformer_engine()
-
-
-def _import_transformer_engine() -> None:
     if not isinstance(sys.modules.setdefault(MODULE, _module()), _Shapes):
         raise WorkError(
             "Transformer Engine's compiled half is already loaded in this process; trace in one that has not used it"

@@ -27,7 +27,7 @@ def trace_versions() -> dict[str, str]:
     return {
         "labkit": _labkit(),
         "trace driver": digest.hexdigest()[:16],
-        **{name: version(name) for name in ("torch", "megatron-core", "transformer-engine")},
+        **{name: version(name) for name in ("torch", "megatron-core", "transformer-engine", "fla-core")},
     }
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from labkit.ledger import Certainty
 from labkit.memory.layers.ends import embedding, head_and_loss
+from labkit.memory.layers.gdn import gated_delta_net
 from labkit.memory.layers.linear import add, rms_norm
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
@@ -33,8 +34,13 @@ class Place(NamedTuple):
     """Of a MoE layer's rows, what the busiest rank gets (`labkit.workload.routing`)."""
 
 
-MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"mla": multi_latent_attention}
-"""From the normed hidden state (shard rows, hidden) to the mixer's output of the same shape."""
+MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {
+    "mla": multi_latent_attention,
+    "gdn": gated_delta_net,
+}
+"""From the hidden state (shard rows, hidden) to the mixer's output of the same shape."""
+FUSED_NORM: frozenset[Mixer] = frozenset(("gdn",))
+"""Mixers that norm their input in their first linear (`TELayerNormColumnParallelLinear`); the others get it normed."""
 
 
 def record_front(workload: Workload, sizes: Sizes) -> Tape:
@@ -73,11 +79,13 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
     model = workload.model
-    with tape.module("input_layernorm"):
-        tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
-        normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+    mixed = hidden
+    if mixer not in FUSED_NORM:
+        with tape.module("input_layernorm"):
+            tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
+            mixed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
     with tape.module("self_attention", kind="attention"):
-        output = MIXERS[mixer](tape, workload, sizes, normed)
+        output = MIXERS[mixer](tape, workload, sizes, mixed)
     return add(tape, sizes, output, hidden)
 
 

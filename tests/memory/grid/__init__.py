@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import moe, moonlight
+from tests.memory.grid import gdn, moe, moonlight
 
-FAMILIES = {"moonlight": moonlight, "moe": moe}
+FAMILIES = {"moonlight": moonlight, "moe": moe, "gdn": gdn}
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]
 
 

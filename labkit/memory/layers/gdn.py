@@ -1,0 +1,220 @@
+"""Gated delta net (Megatron Core `ssm/gated_delta_net`, flash-linear-attention `ops/gated_delta_rule/chunk.py`).
+
+Per rank: hk key heads of width dk, hv value heads of width dv. One projection makes query, key, value, gate, beta and
+alpha side by side; query, key and value pass a short causal convolution, the delta rule runs over chunks of 64 tokens
+with a state of (dk, dv) a value head, and its output is normed and gated before the output projection.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.tape import Tape, Value
+from labkit.workload import Workload
+from labkit.workload.model import GatedDeltaNet
+
+CHUNK = 64
+"""Tokens of one chunk, of the convolution's kernel too (`fla`, `chunk_size`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What the convolution and the delta rule run over."""
+
+    rows: int
+    """Tokens, all heads' sequences complete."""
+    chunks: int
+    """Chunks of those tokens; a chunk belongs to one sequence."""
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Self:
+        """Equal sequences, one after the other."""
+        return cls(sizes.tokens, sizes.batch * -(-sizes.sequence // CHUNK))
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Heads and widths of one rank."""
+
+    keys: int
+    values: int
+    key_width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, net: GatedDeltaNet, ranks: int) -> Self:
+        return cls(
+            net.linear_num_key_heads // ranks,
+            net.linear_num_value_heads // ranks,
+            net.linear_key_head_dim,
+            net.linear_value_head_dim,
+        )
+
+    @property
+    def query_key(self) -> int:
+        """Columns of queries and keys."""
+        return 2 * self.keys * self.key_width
+
+    @property
+    def value(self) -> int:
+        """Columns of values, and of the gate."""
+        return self.values * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        return self.query_key + self.value
+
+    @property
+    def projected(self) -> int:
+        return self.convolved + self.value + 2 * self.values
+
+
+def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """From the residual (shard rows, hidden) through the norm fused into the projection to (shard rows, hidden)."""
+    model, net = workload.model, workload.model.gated_delta_net
+    if net is None:
+        raise ValueError("a gated delta net layer needs gated_delta_net")
+    heads, run = _Heads.of(net, sizes.tp), Recurrence.of(sizes)
+    _parameters(tape, sizes, net, heads)
+    with tape.module("in_proj"):
+        normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+        projected = column_parallel(tape, sizes, normed, model.hidden_size, heads.projected)
+    sections = {"qkv": heads.convolved, "gate": heads.value, "beta": heads.values, "alpha": heads.values}
+    views = {name: tape.view(projected, name, (run.rows, width)) for name, width in sections.items()}
+    tape.op("split", [projected], list(views.values()))
+
+    convolved = _convolution(tape, run, heads, net, views["qkv"])
+    query, key, value = _query_key_value(tape, run, heads, convolved)
+    gate, beta_input, alpha = (_contiguous(tape, views[name]) for name in ("gate", "beta", "alpha"))
+    decay = tape.value("g", (run.rows, heads.values), "fp32")
+    tape.op("decay", [alpha], [decay], saves=[alpha])
+    beta = tape.value("beta", (run.rows, heads.values))
+    tape.op("sigmoid", [beta_input], [beta], saves=[beta])
+    core = _delta_rule(tape, run, heads, [query, key, value, decay, beta])
+
+    with tape.module("@norm_out"):
+        gated = _gated_norm(tape, run, heads, core, gate)
+        if workload.batch.micro_batch_size > 1:
+            # Sequences came one after the other and go interleaved.
+            gated = _contiguous(tape, gated)
+    with tape.module("out_proj"):
+        output = row_parallel(tape, sizes, gated, heads.value)
+    # Local variables of GatedDeltaNet.forward live until it returns.
+    tape.hold([projected, convolved, query, key, value, gate, alpha, decay, beta, core])
+    return output
+
+
+def _parameters(tape: Tape, sizes: Sizes, net: GatedDeltaNet, heads: _Heads) -> None:
+    """In the order `_GDNBase` registers them: its own before its submodules'."""
+    tape.parameter("dt_bias", (heads.values,))
+    tape.parameter("A_log", (heads.values,))
+    tape.parameter("in_proj.layer_norm_weight", (sizes.hidden,), replicated=sizes.sp > 1)
+    tape.parameter("in_proj.weight", (heads.projected, sizes.hidden))
+    tape.parameter("conv1d.weight", (heads.convolved, 1, net.linear_conv_kernel_dim))
+    tape.parameter("out_norm.weight", (heads.value_width,))
+    tape.parameter("out_proj.weight", (sizes.hidden, heads.value))
+
+
+def _contiguous(tape: Tape, strided: Value) -> Value:
+    """A copy of a strided tensor; its gradient passes through."""
+    copy = tape.value(strided.name, strided.shape)
+    tape.op("contiguous", [strided], [copy], aliases=True)
+    return copy
+
+
+def _convolution(tape: Tape, run: Recurrence, heads: _Heads, net: GatedDeltaNet, qkv: Value) -> Value:
+    """`fla.modules.causal_conv1d`: saves its input, computes its output again in backward.
+
+    Its weight's gradient comes in fp32 parts, one a chunk, summed and cast.
+    """
+    width = net.linear_conv_kernel_dim
+    out = tape.value("convolved", (run.rows, heads.convolved))
+    tape.op(
+        "causal_conv1d",
+        [qkv],
+        [out],
+        saves=[qkv],
+        backward_temporaries=[
+            tape.buffer("before_activation", out.shape),
+            tape.buffer("weight_gradient_parts", (run.chunks, heads.convolved, width), "fp32"),
+            tape.buffer("weight_gradient_sum", (heads.convolved, width), "fp32"),
+            tape.buffer("weight_gradient", (heads.convolved, width)),
+        ],
+    )
+    return out
+
+
+def _query_key_value(tape: Tape, run: Recurrence, heads: _Heads, convolved: Value) -> tuple[Value, Value, Value]:
+    """`_prepare_input_for_gated_delta_rule`: l2-normed query and key, one for each value head, and the values."""
+    query_key = tape.view(convolved, "query_key", (run.rows, heads.query_key))
+    strided_value = tape.view(convolved, "value", (run.rows, heads.value))
+    tape.op("split", [convolved], [query_key, strided_value])
+    # `fla.modules.l2norm` saves its output and 1/norm; its contiguous input is gone when it returns.
+    normed = tape.value("query_key_normed", query_key.shape)
+    reciprocal = tape.value("reciprocal_norm", (2 * run.rows * heads.keys,), "fp32", grad=False)
+    tape.op("l2norm", [query_key], [normed, reciprocal], saves=[normed, reciprocal])
+    halves = [tape.view(normed, name, (run.rows, heads.query_key // 2)) for name in ("query", "key")]
+    tape.op("split", [normed], halves)
+    expanded = []
+    for half in halves:
+        each = tape.value(half.name, (run.rows, heads.values * heads.key_width))
+        # Without a copy for each value head, `contiguous` copies all the same.
+        tape.op("repeat_interleave", [half], [each], aliases=heads.values == heads.keys)
+        expanded.append(each)
+    return expanded[0], expanded[1], _contiguous(tape, strided_value)
+
+
+def _delta_rule(tape: Tape, run: Recurrence, heads: _Heads, inputs: Sequence[Value]) -> Value:
+    """`ChunkGatedDeltaRuleFunction` of query, key, value, g and beta.
+
+    It keeps its inputs, g summed up within each chunk instead of g, and each chunk's solved matrix A; backward makes w,
+    u and the states h again.
+    """
+    query, key, value, decay, beta = inputs
+    rows, states = run.rows, (run.chunks, heads.values, heads.key_width, heads.value_width)
+    keys, values = (rows, heads.values * heads.key_width), (rows, heads.value)
+    cumulative = tape.value("g_cumulative", decay.shape, "fp32", grad=False)
+    solved = tape.value("A", (rows, heads.values, CHUNK), grad=False)
+    out = tape.value("core_attn_out", values)
+    forward = [
+        tape.buffer("w", keys),
+        tape.buffer("u", values),
+        tape.buffer("h", states),
+        tape.buffer("v_new", values),
+    ]
+    backward = [
+        *forward,
+        tape.buffer("dh", states),
+        tape.buffer("dv2", values),
+        tape.buffer("dw", keys),
+        tape.buffer("dk2", keys),
+        tape.buffer("dg2", decay.shape, "fp32"),
+    ]
+    tape.op(
+        "chunk_gated_delta_rule",
+        inputs,
+        [cumulative, solved, out],
+        saves=[query, key, value, cumulative, beta, solved],
+        temporaries=forward,
+        backward_temporaries=backward,
+        flops=_delta_rule_flops(run, heads),
+    )
+    return out
+
+
+def _delta_rule_flops(run: Recurrence, heads: _Heads) -> int:
+    """Forward: k k^T, A v, A k, q k^T and that times v_new within a chunk; w h, k^T v_new and q h with the states."""
+    within = CHUNK * (3 * heads.key_width + 2 * heads.value_width)
+    with_state = 3 * heads.key_width * heads.value_width
+    return 2 * run.rows * heads.values * (within + with_state)
+
+
+def _gated_norm(tape: Tape, run: Recurrence, heads: _Heads, core: Value, gate: Value) -> Value:
+    """`_apply_gated_norm`: RMSNorm over each head, times silu(gate), compiled: saves the norm's output and the gate."""
+    with tape.module("out_norm"):
+        normed = rms_norm(tape, core, run.rows * heads.values, heads.value_width)
+    out = tape.value("gated", (run.rows, heads.value))
+    tape.op("output_gate", [normed, gate], [out], saves=[normed, gate])
+    return out
