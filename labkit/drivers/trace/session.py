@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, dispatchers, megatron_patches
+from labkit.drivers.trace import compiled, cuda_surface, dispatchers, gradients, megatron_patches
 from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.driver import Trace
@@ -51,7 +51,10 @@ def trace_here(
     tracker = StorageTracker(
         Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
         before=lambda operator: workspaces.before_operator(tracker, operator),
-        instead={torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar},
+        instead={
+            torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
+            torch.ops.aten.add.Tensor: gradients.add,
+        },
     )
 
     def phase(iteration: int, name: str) -> None:

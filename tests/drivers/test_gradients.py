@@ -1,0 +1,59 @@
+"""Where autograd puts the sum of gradients that meet: the trace must book what a run without it allocates."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.drivers.trace import gradients
+from labkit.drivers.trace.origin import Origin
+from labkit.drivers.trace.tracker import StorageTracker
+
+
+class Branch(torch.autograd.Function):
+    """Makes a gradient of its own, which a list may keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor] | None) -> torch.Tensor:  # noqa: D102
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: D102
+        made = gradient.clone()
+        if ctx.kept is not None:
+            ctx.kept.append(made)
+        return made, None
+
+
+def _sum_of_two(device: str, *, first_kept: bool, second_kept: bool) -> tuple[list[int], int]:
+    """Storages of the two gradients that were kept, in backward's order, and of their sum."""
+    kept: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    x = torch.ones(1000, device=device, requires_grad=True)
+    y = x * 1
+    y.register_hook(sums.append)
+    late, early = (Branch.apply(y, kept if keep else None) for keep in (second_kept, first_kept))  # type: ignore[no-untyped-call]
+    (early + late).sum().backward()
+    return [tensor.untyped_storage()._cdata for tensor in kept], sums[0].untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("first_kept", [False, True])
+@pytest.mark.parametrize("second_kept", [False, True])
+def test_sums_of_gradients_are_booked_as_the_engine_makes_them(first_kept: bool, second_kept: bool) -> None:
+    real_kept, real_sum = _sum_of_two("cpu", first_kept=first_kept, second_kept=second_kept)
+    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.add}):
+        kept, traced_sum = _sum_of_two("meta", first_kept=first_kept, second_kept=second_kept)
+    assert real_sum not in real_kept
+    assert traced_sum not in kept
+
+
+def test_the_first_gradient_takes_the_sum_when_it_is_free() -> None:
+    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.add}) as tracker:
+        x = torch.ones(1000, device="meta", requires_grad=True)
+        y = x * 1
+        before = len(tracker.allocations)
+        (Branch.apply(y, None) + Branch.apply(y, None)).sum().backward()  # type: ignore[no-untyped-call]
+        # Forward: two copies and their sum; backward: two copies and the product's gradient, none for the sum of both.
+        made = [allocation.shape for allocation in tracker.allocations[before:]]
+    assert made.count((1000,)) == 6
