@@ -69,6 +69,7 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        cp_comm_type=layout.cp_comm_type,
         bf16=True,
         params_dtype=DTYPES[workload.training.precision],
         attention_backend=AttnBackend[kernels.attention_backend],
@@ -84,9 +85,15 @@ def transformer_config(workload: Workload) -> TransformerConfig:
 
 def _attention(model: Model) -> dict[str, Any]:
     if model.multi_latent_attention is not None:
-        # Only here a field of the configuration; elsewhere an argument of the model.
-        return {"rope_type": "rope", "rotary_base": model.rotary_base, **model.multi_latent_attention.model_dump()}
-    return {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
+        # Only here fields of the configuration; elsewhere arguments of the model.
+        rotary = {"rope_type": "rope", "rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        return {**rotary, **model.multi_latent_attention.model_dump()}
+    return {
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "attention_output_gate": model.attention_output_gate,
+        "add_qkv_bias": model.add_qkv_bias,
+    }
 
 
 def _linear_attention(model: Model) -> dict[str, Any]:
@@ -131,8 +138,9 @@ def build_model(workload: Workload) -> Float16Module:
         vocab_size=workload.padded_vocab_size,
         max_sequence_length=workload.batch.seq_length,
         share_embeddings_and_output_weights=not workload.model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type=workload.model.position_embedding_type,
         rotary_base=workload.model.rotary_base,
+        rotary_percent=workload.model.rotary_percent,
     )
     model.model_type = ModelType.encoder_or_decoder
     for parameter in model.parameters():

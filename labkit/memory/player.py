@@ -2,7 +2,7 @@
 
 The rules are autograd's: a tensor lives while the forward pass, a Python variable or a saved reference needs it; an
 operation's backward makes the gradients of its inputs, then lets go of its output's gradient and of what it saved;
-gradients that meet are added in place where one of them is free to take the sum (`InputBuffer::accumulate`).
+gradients that meet are added in place where nothing else needs the one that came first (`InputBuffer::accumulate`).
 """
 
 from labkit.memory.library import workspaces
@@ -290,9 +290,6 @@ class _Player:
             self._gradients[value] = gradient
         elif before.references == 1:
             self._release(gradient)
-        elif gradient.references == 1:
-            self._gradients[value] = gradient
-            self._release(before)
         else:
             self._gradients[value] = self._new(value, f"{value.name} gradient")
             self._release(before)

@@ -183,6 +183,14 @@ class Model(Part):
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_width(self) -> int:
+        """Elements of a head that rotary positions turn, in pairs (`RotaryEmbedding`)."""
+        width = (
+            self.head_width if self.multi_latent_attention is None else self.multi_latent_attention.qk_pos_emb_head_dim
+        )
+        return -(-int(width * self.rotary_percent) // 2) * 2
+
+    @property
     def key_value_heads(self) -> int:
         """Key-value heads outside multi-latent attention."""
         return self.num_query_groups or self.num_attention_heads

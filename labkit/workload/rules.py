@@ -7,6 +7,7 @@ that is theirs names the field they reject.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, version_tuple
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
@@ -20,7 +21,7 @@ def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
-    found += mixer_findings(workload)
+    found += [*mixer_findings(workload), *attention_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -28,10 +29,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     """What Megatron Core can run and labkit has no rows for yet."""
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
     refused = {
-        "model.multi_latent_attention": (
-            any(layer.mixer == "attention" for layer in model.layers),
-            "other attention",
-        ),
         "model.mamba": (model.mamba is not None, "Mamba"),
         "model.hybrid_layer_pattern": (model.hybrid_layer_pattern is not None, "a hybrid pattern"),
         "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
@@ -40,15 +37,13 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "model.activation_func": (model.activation_func != "silu", model.activation_func),
         "model.add_bias_linear": (model.add_bias_linear, "bias"),
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
-        "model.position_embedding_type": (model.position_embedding_type != "rope", "other position embedding"),
-        "model.rotary_percent": (model.rotary_percent != 1.0, "partial rotary embedding"),
+        "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
         "parallelism.pipeline_model_parallel_size": (layout.pp != 1, str(layout.pp)),
         "parallelism.virtual_pipeline_model_parallel_size": (layout.vpp != 1, str(layout.vpp)),
         "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
         "training.kernels.attention_backend": (kernels.attention_backend != "fused", kernels.attention_backend),
         "training.kernels.bias_activation_fusion": (not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.bias_dropout_fusion": (not kernels.bias_dropout_fusion, "no fusion"),
-        "training.kernels.apply_rope_fusion": (kernels.apply_rope_fusion, "fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
         "training.kernels.moe_token_dispatcher_type": (
@@ -112,11 +107,6 @@ def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
     if model.hidden_size < model.num_attention_heads:
         reason = f"{model.num_attention_heads} heads are more than hidden_size ({model.hidden_size})"
         yield Finding("error", "model.num_attention_heads", reason, f"use at most {model.hidden_size}")
-    mla = model.multi_latent_attention
-    width = 2 if mla is None else mla.qk_pos_emb_head_dim
-    if width % 2:
-        field = "model.multi_latent_attention.qk_pos_emb_head_dim"
-        yield Finding("error", field, f"rotary positions turn pairs, and {width} is odd", "use an even width")
     if moe is None:
         return
     topk, groups, group_topk = moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk
@@ -296,8 +286,9 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
 
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
     kinds = {layer.mlp for layer in workload.model.layers}
+    backend = workload.training.kernels.attention_backend
     idle = {
-        "core_attn": (True, "fused attention already keeps no scores"),
+        "core_attn": (backend != "unfused", f"{backend} attention already keeps no scores"),
         "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
         "moe": ("moe" not in kinds, "the model has no MoE layer"),
         "moe_act": ("moe" not in kinds, "the model has no MoE layer"),

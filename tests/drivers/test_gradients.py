@@ -14,12 +14,12 @@ class Branch(torch.autograd.Function):
     """Makes a gradient of its own, which a list may keep."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor] | None) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor] | None) -> torch.Tensor:
         ctx.kept = kept
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: D102
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         made = gradient.clone()
         if ctx.kept is not None:
             ctx.kept.append(made)
@@ -33,7 +33,7 @@ def _sum_of_two(device: str, *, first_kept: bool, second_kept: bool) -> tuple[li
     x = torch.ones(1000, device=device, requires_grad=True)
     y = x * 1
     y.register_hook(sums.append)
-    late, early = (Branch.apply(y, kept if keep else None) for keep in (second_kept, first_kept))  # type: ignore[no-untyped-call]
+    late, early = (Branch.apply(y, kept if keep else None) for keep in (second_kept, first_kept))
     (early + late).sum().backward()
     return [tensor.untyped_storage()._cdata for tensor in kept], sums[0].untyped_storage()._cdata
 
@@ -53,7 +53,7 @@ def test_the_first_gradient_takes_the_sum_when_it_is_free() -> None:
         x = torch.ones(1000, device="meta", requires_grad=True)
         y = x * 1
         before = len(tracker.allocations)
-        (Branch.apply(y, None) + Branch.apply(y, None)).sum().backward()  # type: ignore[no-untyped-call]
+        (Branch.apply(y, None) + Branch.apply(y, None)).sum().backward()
         # Forward: two copies and their sum; backward: two copies and the product's gradient, none for the sum of both.
         made = [allocation.shape for allocation in tracker.allocations[before:]]
     assert made.count((1000,)) == 6

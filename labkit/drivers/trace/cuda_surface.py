@@ -208,6 +208,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
         yield Replacement(torch.cuda, name, _factory(dtype), "one tensor of the data")
     # A function mode is off while it handles a call, and so would be all through a backward it had handled.
     yield Replacement(torch.autograd, "has_torch_function", _always(False), NOTHING)
+    # Transformer Engine compares addresses to find tensors that share memory: those of meta tensors are all 0.
+    yield Replacement(torch.UntypedStorage, "data_ptr", _address, NOTHING)
     yield Replacement(torch.Tensor, "device", property(_reported_device), NOTHING)
     yield Replacement(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), NOTHING)
     yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
@@ -225,6 +227,14 @@ def read_scalar(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype == torch.bool:
         return False
     return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+_true_address: Any = torch.UntypedStorage.data_ptr
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    address: int = _true_address(storage)
+    return address or storage._cdata
 
 
 def _always(answer: Any) -> Callable[..., Any]:

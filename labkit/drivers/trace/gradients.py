@@ -23,10 +23,12 @@ def add(first: Tensor, second: Tensor, **options: Any) -> Tensor:
     """`aten::add`: the engine's own sums of gradients go where `InputBuffer` puts them."""
     if torch._C._current_graph_task_id() != -1 and _called_by_engine(sys._getframe(1)):
         storage = first.untyped_storage()
-        references = first._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(first)
+        of_tensor: Any = first._use_count  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
+        references = of_tensor(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(first)
         if references == _ALONE and is_non_overlapping_and_dense_or_false(first):
             return first
-    return torch.ops.aten.add.Tensor(first, second, **options)
+    total: Tensor = torch.ops.aten.add.Tensor(first, second, **options)
+    return total
 
 
 def _called_by_engine(frame: FrameType | None) -> bool:

@@ -22,6 +22,7 @@ def replacements() -> Iterator[Replacement]:
     importlib.import_module("labkit.drivers.build")
     yield from _random_numbers()
     yield from _gradient_fusion()
+    yield from _compiled_gate()
     yield from _collectives()
     yield from compiled_gdn.replacements()
 
@@ -52,6 +53,35 @@ def _gradient_fusion() -> Iterator[Replacement]:
         setattr(kernels, name, lambda *args: None)
     yield Replacement(layers, "fused_weight_gradient_mlp_cuda", kernels, "nothing: it writes main_grad")
     yield Replacement(layers, "_grad_accum_fusion_available", True, NOTHING)
+
+
+class _OutputGate(torch.autograd.Function):
+    """Attention's output times the sigmoid of its gate, as AOTAutograd partitions it: both inputs are kept.
+
+    Eager code would keep the sigmoid in fp32; the min-cut partitioner computes it again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, gate = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+def _compiled_gate() -> Iterator[Replacement]:
+    """The output gate of attention, a region that `jit_fuser` compiles with its backward."""
+    from megatron.core.transformer.attention import Attention
+
+    yield Replacement(
+        Attention,
+        "_apply_output_gate",
+        lambda self, x, gate: _OutputGate.apply(x, gate),
+        "the gated output; in backward the gradients of both inputs",
+    )
 
 
 class _Done:

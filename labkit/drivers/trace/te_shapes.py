@@ -177,8 +177,16 @@ def fused_attn_bwd(
     V: Tensor,
     *rest: Any,
 ) -> list[Tensor | None]:
-    """[dQ, dK, dV, no dBias, no dSoftmaxOffset] (`attention.cpp`); cuDNN's workspace is not modelled."""
-    return [torch.empty_like(Q), torch.empty_like(K), torch.empty_like(V), None, None]
+    """[dQ, dK, dV, no dBias, no dSoftmaxOffset] (`attention.cpp`); cuDNN's workspace is not modelled.
+
+    Gradients of one packed tensor are views of one packed gradient.
+    """
+    layouts = sys.modules[MODULE].NVTE_QKV_Layout
+    if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_SBH3D):
+        dim = -3 if dqkv_layout == layouts.NVTE_SB3HD else -2
+        packed = torch.empty(*Q.shape[: dim + 1], 3, *Q.shape[dim + 1 :], dtype=Q.dtype, device=Q.device)
+        return [*packed.unbind(dim), None, None]
+    return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)] + [None, None]
 
 
 def swiglu(input: Tensor, quantizer: Any) -> Tensor:
@@ -192,8 +200,8 @@ def dswiglu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
 
 
 def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Rotated copy (`apply_rope.cpp`)."""
-    return torch.empty_like(input)
+    """Rotated copy, contiguous whatever the input's strides (`apply_rope.cpp`)."""
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
 
 def multi_tensor_l2norm(

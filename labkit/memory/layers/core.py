@@ -1,4 +1,7 @@
-"""What all attention layers share: rotary positions (`rotary_pos_embedding.py`) and the core attention."""
+"""The core attention: what Transformer Engine's `DotProductAttention` keeps with each of its kernels.
+
+Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product_attention,backends,utils}.py`.
+"""
 
 from collections.abc import Sequence
 
@@ -6,39 +9,31 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
 
-def rotary_table(tape: Tape, sequence: int, width: int) -> None:
-    """The table of angles (sequence, width) in fp32 that each layer's `RotaryEmbedding` caches at first use.
+def core_attention(tape: Tape, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:
+    """Causal attention of (tokens, heads, width) tensors; returns (tokens, heads x value width).
 
-    `rotary_pos_embedding.py`: `@lru_cache(maxsize=32)` around a method, so one entry a layer, 32 in all.
+    The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie, and their
+    gradients made in one; any other view is copied first (`get_qkv_layout`).
     """
-    with tape.module("rotary_pos_emb"):
-        table = tape.value("angles", (sequence, width), "fp32", grad=False)
-        tape.op("rotary_angles", [], [table], caches=32)
+    _, heads, width = query.shape
+    value_width = heads * value.shape[-1]
+    flops = 2 * sizes.batch * sizes.sequence**2 * (heads * width + value_width) // 2
+    packed = query.base
+    if packed is not None and key.base is value.base is packed and packed.shape[-1] == 3 * heads * width:
+        return _fused_attention(tape, sizes, [packed], heads, value_width, flops)
+    qkv = [_contiguous(tape, part) for part in (query, key, value)]
+    return _fused_attention(tape, sizes, qkv, heads, value_width, flops)
 
 
-def rotary(tape: Tape, sizes: Sizes, packed: Value, heads: int, width: int) -> Value:
-    """Unfused rotary embedding of a slice (tokens, heads, width) of `packed` (`rope_utils.py`).
-
-    Saves cosine and sine (sequence, width) in the compute dtype; its temporaries are the interleaved copy, the rotated
-    halves and the two products.
-    """
-    shape = (sizes.tokens, heads, width)
-    cosine = tape.value("cos", (sizes.sequence, width), grad=False)
-    sine = tape.value("sin", (sizes.sequence, width), grad=False)
-    out = tape.value("rotated", shape)
-    temporaries = [tape.buffer(name, shape) for name in ("interleaved", "half_rotated", "cos_product", "sin_product")]
-    tape.op(
-        "rotary",
-        [packed],
-        [out, cosine, sine],
-        saves=[cosine, sine],
-        temporaries=temporaries,
-        backward_temporaries=temporaries[:3],
-    )
-    return out
+def _contiguous(tape: Tape, x: Value) -> Value:
+    if x.base is None or x.bytes == x.base.bytes:
+        return x
+    copy = tape.value(x.name, x.shape)
+    tape.op("contiguous", [x], [copy], aliases=True)
+    return copy
 
 
-def fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], heads: int, value_width: int, flops: int) -> Value:
+def _fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], heads: int, value_width: int, flops: int) -> Value:
     """cuDNN fused attention (`transformer_engine` `FusedAttnFunc`): saves q, k, v, output, log-sum-exp, RNG state."""
     with tape.module("fused_attention"):
         out = tape.value("output", (sizes.tokens, value_width))

@@ -9,12 +9,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from labkit.ledger import Certainty
+from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.ends import embedding, head_and_loss
 from labkit.memory.layers.gdn import gated_delta_net
 from labkit.memory.layers.linear import add, rms_norm
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
+from labkit.memory.layers.rotary import rotary_table
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Routing, Workload
@@ -35,11 +37,12 @@ class Place(NamedTuple):
 
 
 MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {
+    "attention": self_attention,
     "mla": multi_latent_attention,
     "gdn": gated_delta_net,
 }
 """From the hidden state (shard rows, hidden) to the mixer's output of the same shape."""
-FUSED_NORM: frozenset[Mixer] = frozenset(("gdn",))
+FUSED_NORM: frozenset[Mixer] = frozenset(("attention", "gdn"))
 """Mixers that norm their input in their first linear (`TELayerNormColumnParallelLinear`); the others get it normed."""
 
 
@@ -55,6 +58,9 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     """A stretch of layers, as halves in order."""
     tape = Tape(workload.training.precision, _routed_certainty(workload.routing))
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    model = workload.model
+    if model.position_embedding_type == "rope" and any(place.half == "attention" for place in places):
+        rotary_table(tape, sizes.sequence, model.rotary_width)  # one for all layers, an attribute of the model
     with tape.module("decoder"):
         for layer, half, share in places:
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
@@ -78,12 +84,7 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
 
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
-    model = workload.model
-    mixed = hidden
-    if mixer not in FUSED_NORM:
-        with tape.module("input_layernorm"):
-            tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
-            mixed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+    mixed = hidden if mixer in FUSED_NORM else _norm(tape, sizes, hidden, "input_layernorm")
     with tape.module("self_attention", kind="attention"):
         output = MIXERS[mixer](tape, workload, sizes, mixed)
     return add(tape, sizes, output, hidden)
@@ -96,13 +97,16 @@ def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
 
 
 def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fraction) -> Value:
-    model = workload.model
-    with tape.module("pre_mlp_layernorm"):
-        tape.parameter("weight", (model.hidden_size,), replicated=sizes.sp > 1)
-        normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+    normed = _norm(tape, sizes, hidden, "pre_mlp_layernorm")
     with tape.module("mlp", kind="moe"):
         output = moe_layer(tape, workload, sizes, normed, share)
     return add(tape, sizes, output, hidden)
+
+
+def _norm(tape: Tape, sizes: Sizes, hidden: Value, name: str) -> Value:
+    with tape.module(name):
+        tape.parameter("weight", (sizes.hidden,), replicated=sizes.sp > 1)
+        return rms_norm(tape, hidden, sizes.shard, sizes.hidden)
 
 
 def _routed_certainty(routing: Routing | None) -> Certainty:

@@ -1,7 +1,8 @@
 """Multi-latent attention (Megatron Core `transformer/multi_latent_attention.py`, `MLASelfAttention`)."""
 
-from labkit.memory.layers.core import fused_attention, rotary, rotary_table
+from labkit.memory.layers.core import core_attention
 from labkit.memory.layers.linear import column_parallel, replicated, rms_norm, row_parallel
+from labkit.memory.layers.rotary import rotary, rotary_table
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Model, Workload
@@ -12,7 +13,8 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     """From the normed hidden state (shard rows, hidden) to the attention output (shard rows, hidden)."""
     model, mla = workload.model, _latent_sizes(workload.model)
     heads = model.num_attention_heads // sizes.tp
-    query_width = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    head_width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    query_width = heads * head_width
     value_width = heads * mla.v_head_dim
     latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
     _parameters(tape, model, sizes, query_width, value_width)
@@ -26,11 +28,11 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     with tape.module("linear_kv_down_proj"):
         kv_combined = replicated(tape, sizes, hidden, model.hidden_size, latent)
     latent_view = tape.view(kv_combined, "kv_compressed", (sizes.shard, mla.kv_lora_rank))
-    position_key = tape.view(kv_combined, "k_pos_emb", (sizes.shard, mla.qk_pos_emb_head_dim))
+    position_key = tape.view(kv_combined, "k_pos_emb", (sizes.shard, 1, mla.qk_pos_emb_head_dim))
     tape.op("split", [kv_combined], [latent_view, position_key])
     if sizes.sp > 1:
         shard_position_key = position_key
-        position_key = tape.value("k_pos_emb", (sizes.tokens, mla.qk_pos_emb_head_dim))
+        position_key = tape.value("k_pos_emb", (sizes.tokens, 1, mla.qk_pos_emb_head_dim))
         tape.op("gather_from_sequence_parallel", [shard_position_key], [position_key])
 
     with tape.module("@qkv_up_proj"):
@@ -50,25 +52,24 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
                 tape, sizes, kv_input, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)
             )
         query_content = tape.view(packed_query, "q_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
-        query_position = tape.view(packed_query, "q_pos_emb", (sizes.tokens, heads * mla.qk_pos_emb_head_dim))
+        query_position = tape.view(packed_query, "q_pos_emb", (sizes.tokens, heads, mla.qk_pos_emb_head_dim))
         tape.op("split", [packed_query], [query_content, query_position])
         key_content = tape.view(packed_kv, "k_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
         value_content = tape.view(packed_kv, "v", (sizes.tokens, value_width))
         tape.op("split", [packed_kv], [key_content, value_content])
-        rotated_query = rotary(tape, sizes, query_position, heads, mla.qk_pos_emb_head_dim)
-        rotated_key = rotary(tape, sizes, position_key, 1, mla.qk_pos_emb_head_dim)
-        query = tape.value("query", (sizes.tokens, query_width))
+        rotated_query = rotary(tape, sizes, query_position, mla.qk_pos_emb_head_dim, interleaved=True)
+        rotated_key = rotary(tape, sizes, position_key, mla.qk_pos_emb_head_dim, interleaved=True)
+        query = tape.value("query", (sizes.tokens, heads, head_width))
         tape.op("cat", [query_content, rotated_query], [query], aliases=True)
-        key = tape.value("key", (sizes.tokens, query_width))
+        key = tape.value("key", (sizes.tokens, heads, head_width))
         tape.op("cat", [key_content, rotated_key], [key], aliases=True)
-        value = tape.value("value", (sizes.tokens, value_width))
+        value = tape.value("value", (sizes.tokens, heads, mla.v_head_dim))
         tape.op("contiguous", [value_content], [value], aliases=True)
         # Local variables of get_query_key_value_tensors live until it returns.
         tape.hold([packed_query, packed_kv, rotated_query, rotated_key, position_key])
 
     with tape.module("core_attention"):
-        causal_flops = 2 * sizes.batch * sizes.sequence**2 * (query_width + value_width) // 2
-        core = fused_attention(tape, sizes, [query, key, value], heads, value_width, causal_flops)
+        core = core_attention(tape, sizes, query, key, value)
     with tape.module("linear_proj"):
         output = row_parallel(tape, sizes, core, value_width)
     tape.hold([kv_combined, compressed_query])

@@ -1,0 +1,84 @@
+"""Rules of attention layers (see `labkit.workload.rules`).
+
+Sources: `TransformerConfig.__post_init__`, `MLATransformerConfig.__post_init__`, `transformer/attention.py` of
+Megatron Core; `get_attention_backend` and `fused_attn.cpp` of Transformer Engine.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from labkit.workload.finding import Finding
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+_WIDEST_HEAD = 256
+"""Of cuDNN's and flash-attention's kernels on Hopper."""
+
+
+def attention_findings(workload: "Workload") -> Iterator[Finding]:
+    """Every such rule the workload breaks."""
+    mixers = {layer.mixer for layer in workload.model.layers}
+    if "attention" in mixers:
+        yield from _heads(workload)
+    if "mla" in mixers:
+        yield from _latent(workload)
+    if mixers & {"attention", "mla"}:
+        yield from _rotary(workload)
+        yield from _kernels(workload)
+
+
+def _heads(workload: "Workload") -> Iterator[Finding]:
+    model, tp = workload.model, workload.parallelism.tp
+    heads, groups = model.num_attention_heads, model.key_value_heads
+    if heads % groups:
+        reason = f"{groups} key-value heads cannot be shared evenly by {heads} query heads"
+        yield Finding("error", "model.num_query_groups", reason, f"use a divisor of {heads}")
+    if groups % tp and tp % groups:
+        reason = f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size ({tp})"
+        yield Finding("error", "model.num_query_groups", reason, f"use a multiple or a divisor of {tp}")
+
+
+def _latent(workload: "Workload") -> Iterator[Finding]:
+    model = workload.model
+    if model.attention_output_gate:
+        reason = "multi-latent attention has no output gate"
+        yield Finding("error", "model.attention_output_gate", reason, "set it to false")
+    if workload.training.kernels.apply_rope_fusion:
+        reason = "the fused rotary kernel of multi-latent attention turns YaRN positions alone"
+        yield Finding("error", "training.kernels.apply_rope_fusion", reason, "set it to false")
+    idle = {
+        "num_query_groups": model.num_query_groups is not None,
+        "kv_channels": model.kv_channels is not None,
+        "add_qkv_bias": model.add_qkv_bias,
+        "position_embedding_type": model.position_embedding_type == "none",
+    }
+    for name, given in idle.items():
+        if given and not any(layer.mixer == "attention" for layer in model.layers):
+            yield Finding("warning", f"model.{name}", "multi-latent attention does not read it", "leave it out")
+
+
+def _rotary(workload: "Workload") -> Iterator[Finding]:
+    model, mla = workload.model, workload.model.multi_latent_attention
+    if mla is None and model.position_embedding_type != "rope":
+        return
+    width = model.head_width if mla is None else mla.qk_pos_emb_head_dim
+    field = "model.kv_channels" if mla is None else "model.multi_latent_attention.qk_pos_emb_head_dim"
+    if model.rotary_width > width:
+        yield Finding("error", field, f"rotary positions turn pairs, and {width} is odd", "use an even width")
+    elif model.rotary_width == 0:
+        reason = f"{model.rotary_percent} of a head of {width} elements is none"
+        yield Finding("error", "model.rotary_percent", reason, "raise it or set position_embedding_type: none")
+
+
+def _kernels(workload: "Workload") -> Iterator[Finding]:
+    model, mla = workload.model, workload.model.multi_latent_attention
+    backend = workload.training.kernels.attention_backend
+    widths = {"model.kv_channels": model.head_width}
+    if mla is not None:
+        at = "model.multi_latent_attention."
+        widths = {f"{at}qk_head_dim": mla.qk_head_dim + mla.qk_pos_emb_head_dim, f"{at}v_head_dim": mla.v_head_dim}
+    for field, width in widths.items():
+        if backend != "unfused" and (width % 8 or width > _WIDEST_HEAD):
+            reason = f"the {backend} kernel takes heads of a multiple of 8 elements up to {_WIDEST_HEAD}, not {width}"
+            yield Finding("error", field, reason, "use such a width or training.kernels.attention_backend: unfused")

@@ -1,0 +1,63 @@
+"""Small dense models that differ in their attention: heads, gates, norms, positions, kernels, layouts, recompute."""
+
+from typing import Any
+
+BASE: dict[str, Any] = {
+    "model": {
+        "name": "attention",
+        "num_layers": 3,
+        "hidden_size": 512,
+        "ffn_hidden_size": 640,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 96,
+        "vocab_size": 500,
+    },
+    "parallelism": {"world_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "batch": {"seq_length": 512, "micro_batch_size": 2, "global_batch_size": 8},
+    "training": {},
+}
+ONE_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False}
+GATED = {"model.attention_output_gate": True}
+QK_NORM = {"model.qk_layernorm": True}
+
+BARE = {"model.position_embedding_type": "none"}
+TENSOR_ALONE = {"parallelism.sequence_parallel": False}
+FOUR_RANKS = {"parallelism.tensor_model_parallel_size": 4}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "grouped queries, core_attn": {"labels": ["core_attn"]},
+    "grouped queries, all labels": {"labels": ["core_attn", "layernorm", "mlp"]},
+    "full uniform 1": {"full": ("uniform", 1)},
+    "full block 2": {"full": ("block", 2)},
+    "one rank": ONE_RANK,
+    "one rank, core_attn": ONE_RANK | {"labels": ["core_attn"]},
+    "no sequence parallelism": TENSOR_ALONE,
+    "no sequence parallelism, full uniform 2": TENSOR_ALONE | {"full": ("uniform", 2)},
+    "many heads": {"model.num_query_groups": None},
+    "many heads, one rank": ONE_RANK | {"model.num_query_groups": None},
+    "one key-value head": ONE_RANK | {"model.num_query_groups": 1},
+    "ranks share a key-value head": FOUR_RANKS | {"model.num_query_groups": 2},
+    "ranks share a key-value head, core_attn": FOUR_RANKS | {"model.num_query_groups": 2, "labels": ["core_attn"]},
+    "ranks share a key-value head, gate and norm": FOUR_RANKS | {"model.num_query_groups": 2} | GATED | QK_NORM,
+    "gated": GATED,
+    "gated, core_attn": GATED | {"labels": ["core_attn"]},
+    "gated, many heads": GATED | {"model.num_query_groups": None},
+    "query and key norm": QK_NORM,
+    "query and key norm, many heads": QK_NORM | {"model.num_query_groups": None},
+    "query and key norm, no sequence parallelism": QK_NORM | TENSOR_ALONE,
+    "bias": {"model.add_qkv_bias": True},
+    "no positions": BARE,
+    "no positions, many heads": BARE | {"model.num_query_groups": None},
+    "no positions, many heads, core_attn": BARE | {"model.num_query_groups": None, "labels": ["core_attn"]},
+    "no positions, query and key norm": BARE | QK_NORM,
+    "half of a head turned": {"model.rotary_percent": 0.5},
+    "fused rotary": {"training.kernels.apply_rope_fusion": True},
+    "fused rotary, half of a head, core_attn": {
+        "training.kernels.apply_rope_fusion": True,
+        "model.rotary_percent": 0.5,
+        "labels": ["core_attn"],
+    },
+    "long sequence": {"batch.seq_length": 4096, "batch.micro_batch_size": 1},
+}
