@@ -59,11 +59,15 @@ def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
 
 
 @app.command()
-def trace(workload: WorkloadArgument, json: JsonOption = False) -> None:
+def trace(
+    workload: WorkloadArgument,
+    rank: Annotated[int, typer.Option("--rank", help="Which rank; pipeline stages are equal stretches of ranks.")] = 0,
+    json: JsonOption = False,
+) -> None:
     """Trace the peak memory of one rank: the real Megatron Core code over tensors without data, no GPU."""
     from labkit.workload import Workload
 
-    _show(_traced(Workload.load(workload)).summary, json)
+    _show(_traced(Workload.load(workload), rank).summary, json)
 
 
 @app.command()
@@ -156,8 +160,8 @@ def version() -> None:
     _print_version(True)
 
 
-def _traced(workload: "Workload") -> "Trace":
-    """The trace of a workload; where someone watches, its phase shows on stderr."""
+def _traced(workload: "Workload", rank: int = 0) -> "Trace":
+    """The trace of a rank of a workload; where someone watches, its phase shows on stderr."""
     from rich.console import Console
 
     from labkit.drivers.trace.server import TraceServer
@@ -167,6 +171,7 @@ def _traced(workload: "Workload") -> "Trace":
         return server.run(
             workload,
             on_phase=lambda iteration, phase: line.update(f"tracing {name}: iteration {iteration}, {phase}"),
+            rank=rank,
         )
 
 

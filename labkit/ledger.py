@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The start of a phase on the clock."""
+    """The start of a stretch of a phase on the clock: micro-batches make forward and backward alternate."""
 
     clock: int
     iteration: int
@@ -133,11 +133,11 @@ class Ledger:
         return list(zip((clock for clock, _ in changes), accumulate(change for _, change in changes), strict=True))
 
     def phase_peaks(self, *, blocks: bool = True) -> list[Peak]:
-        """The peak of each phase of each iteration, in clock order.
+        """The peak of each phase of each iteration, over all its stretches, in the order in which phases first begin.
 
-        A phase begins with whatever is alive when it begins.
+        A stretch begins with whatever is alive when it begins.
         """
-        peaks: list[Peak] = []
+        peaks: dict[tuple[int, str], Peak] = {}
         levels = self.live(blocks=blocks)
         position, level = 0, 0
         for index, moment in enumerate(self.moments):
@@ -151,8 +151,9 @@ class Ledger:
                 position += 1
                 if level > best:
                     best, at = level, clock
-            peaks.append(Peak(best, at, moment.iteration, moment.phase))
-        return peaks
+            peak, key = Peak(best, at, moment.iteration, moment.phase), (moment.iteration, moment.phase)
+            peaks[key] = max(peaks.get(key, peak), peak, key=lambda each: each.bytes)
+        return list(peaks.values())
 
     def peak(self, *, blocks: bool = True) -> Peak:
         """The largest phase peak (the first of equals)."""
@@ -175,7 +176,7 @@ class Ledger:
         return max((moment.iteration for moment in self.moments), default=0)
 
     def start(self, iteration: int, phase: str) -> int:
-        """Clock at which a phase begins.
+        """Clock at which a phase first begins.
 
         Raises:
             KeyError: no such phase.
@@ -185,12 +186,26 @@ class Ledger:
                 return moment.clock
         raise KeyError((iteration, phase))
 
+    def end(self, iteration: int, phase: str) -> int | None:
+        """Clock at which the last stretch of a phase ends; None if the ledger ends with it."""
+        last = max(
+            (
+                index
+                for index, moment in enumerate(self.moments)
+                if (moment.iteration, moment.phase) == (iteration, phase)
+            ),
+        )
+        return self.moments[last + 1].clock if last + 1 < len(self.moments) else None
+
     def between_steps(self) -> "Ledger":
         """What is alive when the steady iteration begins."""
         return self.at(self.start(self.steady_iteration(), "forward") - 1)
 
     def retained(self) -> "Ledger":
-        """What the steady iteration's forward leaves for its backward."""
+        """What the steady iteration's forward passes leave for their backward, when its first backward begins.
+
+        Under pipelining those are as many as the schedule has under way.
+        """
         iteration = self.steady_iteration()
         start, end = self.start(iteration, "forward"), self.start(iteration, "backward")
         return self.where(

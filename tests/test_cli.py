@@ -232,7 +232,7 @@ class FailingServer:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def run(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> NoReturn:
+    def run(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None, *, rank: int = 0) -> NoReturn:
         raise WorkError("the trace was killed in backward")
 
 

@@ -41,6 +41,21 @@ def test_phase_peaks_are_the_largest_live_sums(found: list[Row]) -> None:
 
 
 @given(rows())
+def test_a_phase_that_comes_back_has_one_peak(found: list[Row]) -> None:
+    alternating = (*MOMENTS, Moment(23, 1, "forward"), Moment(26, 1, "backward"), Moment(28, 1, "grad_sync"))
+    once = {
+        (peak.clock, peak.bytes)
+        for peak in Ledger(found, [m._replace(iteration=m.clock) for m in alternating]).phase_peaks()
+    }
+    ledger = Ledger(found, alternating)
+    peaks = ledger.phase_peaks()
+    assert [peak.phase for peak in peaks] == ["setup", "forward", "backward", "grad_sync"]
+    assert {(peak.clock, peak.bytes) for peak in peaks} <= once
+    assert ledger.peak().bytes == max(nbytes for _, nbytes in once)
+    assert (ledger.end(1, "forward"), ledger.end(1, "backward"), ledger.end(1, "grad_sync")) == (26, 28, None)
+
+
+@given(rows())
 def test_at_the_peak_the_live_rows_sum_to_it(found: list[Row]) -> None:
     ledger = Ledger(found, MOMENTS)
     peak = ledger.peak(blocks=False)

@@ -36,6 +36,7 @@ def parallel_groups(workload: Workload, *, seed: int = 1234) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
@@ -63,8 +64,8 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         **_attention(model),
         **_linear_attention(model),
         **_mixture_of_experts(workload),
+        **_pipeline(workload),
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
@@ -122,6 +123,26 @@ def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
     }
 
 
+def _pipeline(workload: Workload) -> dict[str, Any]:
+    """Stages, and the habits of `megatron.training` (`core_transformer_config_from_args`, `validate_args`)."""
+    layout = workload.parallelism
+    # Interleaved stages overlap their sends and receives with computation, one by one; others batch them.
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    return {
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "microbatch_group_size_per_vp_stage": layout.microbatch_group_size_per_vp_stage,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+        "pipeline_dtype": DTYPES[workload.training.precision],
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
 def _recompute(workload: Workload) -> dict[str, Any]:
     fields = workload.recompute.model_dump()
     modules = fields.pop("recompute_modules")
@@ -129,35 +150,50 @@ def _recompute(workload: Workload) -> dict[str, Any]:
     return {**fields, "recompute_modules": None if modules is None else list(modules)}
 
 
-def build_model(workload: Workload) -> Float16Module:
-    """The rank's share of the model on the current device, in the training precision."""
+def build_model(workload: Workload) -> list[Float16Module]:
+    """The rank's share of the model on the current device, in the training precision: its pipeline chunks in order."""
     config = transformer_config(workload)
+    chunks = [_chunk(workload, config, stage) for stage in _virtual_stages(workload)]
+    for chunk in chunks:
+        chunk.cuda(torch.cuda.current_device())
+    return [Float16Module(config, chunk) for chunk in chunks]
+
+
+def _virtual_stages(workload: Workload) -> list[int | None]:
+    chunks = workload.parallelism.virtual_pipeline_model_parallel_size
+    return [None] if chunks is None else list(range(chunks))
+
+
+def _chunk(workload: Workload, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    """The layers of one (virtual) stage of this rank, with the embedding or the head where they belong to it."""
     model = GPTModel(
         config,
-        _block_spec(config),
+        _block_spec(config, vp_stage),
         vocab_size=workload.padded_vocab_size,
         max_sequence_length=workload.batch.seq_length,
         share_embeddings_and_output_weights=not workload.model.untie_embeddings_and_output_weights,
         position_embedding_type=workload.model.position_embedding_type,
         rotary_base=workload.model.rotary_base,
         rotary_percent=workload.model.rotary_percent,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
     )
     model.model_type = ModelType.encoder_or_decoder
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.cuda(torch.cuda.current_device())
-    return Float16Module(config, model)
+    return model
 
 
-def _block_spec(config: TransformerConfig) -> Any:
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """As `megatron.training.models.gpt.transformer_engine_layer_spec` chooses it."""
     if config.experimental_attention_variant is not None:
-        return get_transformer_block_with_experimental_attention_variant_spec(config)
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
-def wrap(workload: Workload, model: Float16Module) -> DistributedDataParallel:
-    """The model over contiguous parameter and gradient buffers, made on a stream of their own as `get_model` does."""
+def wrap(workload: Workload, chunks: list[Float16Module]) -> list[DistributedDataParallel]:
+    """Chunks over contiguous parameter and gradient buffers, made on a stream of their own as `get_model` does."""
     choice = workload.training.data_parallel
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=choice.use_distributed_optimizer,
@@ -165,17 +201,31 @@ def wrap(workload: Workload, model: Float16Module) -> DistributedDataParallel:
         overlap_grad_reduce=choice.overlap_grad_reduce,
         overlap_param_gather=choice.overlap_param_gather,
         average_in_collective=choice.average_in_collective,
+        align_param_gather=aligned_param_gather(workload),
+        bucket_size=max(
+            40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        ),
     )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        wrapped = DistributedDataParallel(model.config, config, model)
+        # Only what comes first is split into buckets: reducing the rest is on nobody's critical path.
+        wrapped = [
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
     torch.cuda.current_stream().wait_stream(stream)
     return wrapped
 
 
-def build_optimizer(workload: Workload, model: DistributedDataParallel) -> MegatronOptimizer:
-    """The optimizer over the model's buffers; its moments appear in the first step."""
+def aligned_param_gather(workload: Workload) -> bool:
+    """Interleaved stages start gathering parameters together (`--no-align-param-gather` is not given)."""
+    interleaved = workload.parallelism.virtual_pipeline_model_parallel_size is not None
+    return interleaved and workload.training.data_parallel.overlap_param_gather
+
+
+def build_optimizer(workload: Workload, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer over the chunks' buffers; its moments appear in the first step."""
     choice, data_parallel = workload.training.optimizer, workload.training.data_parallel
     config = OptimizerConfig(
         optimizer=choice.optimizer,
@@ -192,4 +242,4 @@ def build_optimizer(workload: Workload, model: DistributedDataParallel) -> Megat
         store_param_remainders=choice.store_param_remainders,
         fp8_recipe=choice.fp8_recipe,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

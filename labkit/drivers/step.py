@@ -4,7 +4,8 @@ Source: `megatron.training.training.train` and `train_step`, and `forward_step` 
 The schedule is Megatron's own, told apart into phases by the timers it starts.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 
+from labkit.drivers.build import aligned_param_gather
 from labkit.workload import Workload
 
 PhaseCallback = Callable[[int, str], None]
@@ -41,7 +44,7 @@ class _PhaseTimers:
 
 
 class TrainingStep:
-    """A model and its optimizer, ready to step. Iterations count from 1.
+    """A rank's pipeline chunks and their optimizer, ready to step. Iterations count from 1.
 
     `num_microbatches` is the workload's where time counts, and may be fewer where memory alone does.
     """
@@ -49,7 +52,7 @@ class TrainingStep:
     def __init__(
         self,
         workload: Workload,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         phase: PhaseCallback,
         *,
@@ -57,42 +60,45 @@ class TrainingStep:
     ) -> None:
         self.workload = workload
         self.num_microbatches = num_microbatches
-        self.model = model
+        self.chunks = list(chunks)
         self.optimizer = optimizer
         self.iteration = 0
         self._phase = phase
         self._reported = ""
         self._forward_backward = get_forward_backward_func()
-        self._batches = batches(workload)
-        config = model.config
+        self._batches = [batches(workload, *_ends(chunk)) for chunk in self.chunks]
+        self._config = config = self.chunks[0].config
         config.timers = _PhaseTimers(self._begin)
         config.grad_scale_func = optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         data_parallel = workload.training.data_parallel
         if data_parallel.overlap_grad_reduce:
-            config.no_sync_func = model.no_sync
+            config.no_sync_func = _each(chunk.no_sync for chunk in self.chunks)
+            config.grad_sync_func = _each(chunk.start_grad_sync for chunk in self.chunks)
         self._late_hooks = data_parallel.overlap_param_gather
-        if self._late_hooks:
-            # The first step's parameters are in place already: Megatron gathers none before it.
-            model.disable_forward_pre_hook(param_sync=False)
-        model.train()
+        for chunk in self.chunks:
+            if self._late_hooks:
+                # The first step's parameters are in place already: Megatron gathers none before it.
+                chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.train()
 
     def _begin(self, phase: str) -> None:
         if phase != self._reported:
             self._reported = phase
             self._phase(self.iteration, phase)
 
-    def run(self) -> torch.Tensor:
-        """Take one step; returns the mean loss over its micro-batches, a scalar on the device."""
+    def run(self) -> torch.Tensor | None:
+        """Take one step; returns the mean loss over its micro-batches, a scalar on the device, where the head is."""
         # What zeroing frees (the optimizer's copies of the gradients) is the last step's: the new one begins after it.
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.iteration += 1
         self._begin("forward")
         losses = self._forward_backward(
             forward_step_func=_forward,
             data_iterator=self._batches,
-            model=[self.model],
+            model=self.chunks,
             num_microbatches=self.num_microbatches,
             seq_length=self.workload.batch.seq_length,
             micro_batch_size=self.workload.batch.micro_batch_size,
@@ -101,18 +107,42 @@ class TrainingStep:
         self._begin("optimizer")
         self.optimizer.step()
         if self._late_hooks and self.iteration == 1:
-            self.model.enable_forward_pre_hook()
+            self._gather_parameters_late()
+        if not losses:
+            return None
         total: torch.Tensor = torch.vstack([loss["lm loss"] for loss in losses]).sum(dim=0)
         return total[0] / total[1]
 
+    def _gather_parameters_late(self) -> None:
+        """From the second step on, forward gathers the parameters that the optimizer has updated."""
+        for chunk in self.chunks:
+            chunk.enable_forward_pre_hook()
+        if aligned_param_gather(self.workload):
+            self._config.param_sync_func = _each(chunk.start_param_sync for chunk in self.chunks)
 
-def batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
+
+def _each(functions: Iterable[Callable[..., Any]]) -> Any:
+    """As Megatron's schedules take a function of each chunk: alone where there is one chunk."""
+    listed = list(functions)
+    return listed[0] if len(listed) == 1 else listed
+
+
+def _ends(chunk: DistributedDataParallel) -> tuple[bool, bool]:
+    """Whether the chunk begins with the embedding, and whether it ends with the head."""
+    return get_attr_wrapped_model(chunk, "pre_process"), get_attr_wrapped_model(chunk, "post_process")
+
+
+def batches(workload: Workload, first: bool, last: bool) -> Iterator[dict[str, torch.Tensor | None]]:
     """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask.
 
-    The host collates them and copies each to the device once.
+    The host collates them and copies each to the device once; a stage then lets go of what it does not need. Stages
+    between the first and the last read nothing.
     """
+    needed = {"tokens": first, "labels": last, "loss_mask": last, "position_ids": first}
     shape = (workload.batch.micro_batch_size, workload.batch.seq_length)
     generator = torch.Generator().manual_seed(1234)
+    if not any(needed.values()):
+        yield from itertools.repeat(dict.fromkeys(needed))
     while True:
         tokens = torch.randint(workload.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
         batch = {
@@ -121,10 +151,14 @@ def batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
             "loss_mask": torch.ones(shape, dtype=torch.float32),
             "position_ids": torch.arange(shape[1]).repeat(shape[0], 1),
         }
-        yield {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+        yield _kept({name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}, needed)
 
 
-def _forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def _kept(batch: dict[str, torch.Tensor], needed: dict[str, bool]) -> dict[str, torch.Tensor | None]:
+    return {name: tensor if needed[name] else None for name, tensor in batch.items()}
+
+
+def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return losses, partial(_mean_loss, batch["loss_mask"])

@@ -62,14 +62,22 @@ class Workload(Part):
         Raises:
             InputError: unknown or missing keys, wrong types, or a broken rule.
         """
+        return cls.unchecked(mapping, source).checked(source)
+
+    @classmethod
+    def unchecked(cls, mapping: Mapping[str, Any], source: str = "workload") -> Self:
+        """The same without the rules: what the mapping describes may not run.
+
+        Raises:
+            InputError: unknown or missing keys, or wrong types.
+        """
         data = dict(mapping)
         if isinstance(data.get("model"), str):
             data["model"] = model_mapping(data["model"], source, Path())
         try:
-            workload = cls.model_validate(data)
+            return cls.model_validate(data)
         except ValidationError as error:
             raise InputError(f"{source}: {first_problem(cls, error)}") from None
-        return workload.checked(source)
 
     def checked(self, source: str = "workload") -> Self:
         """Itself, if every rule allows it to run.
@@ -105,8 +113,21 @@ class Workload(Part):
 
     @property
     def distinct_microbatches(self) -> int:
-        """Micro-batches of a step that can differ in memory: without pipelining the second is like all later."""
-        return min(self.num_microbatches, 2)
+        """As many micro-batches of a step as show all that a step with all of them holds.
+
+        Without pipelining the second is like all later ones. A stage that takes forward and backward in turn has at
+        most `pp` under way, and one more shows a turn in the midst of it. Interleaved stages run a group through one
+        chunk after the other: 2 (pp - 1) + (vpp - 1) group forward passes of a chunk come before the first backward
+        (`get_pp_rank_microbatches`), and a full round after them shows every turn.
+        """
+        layout = self.parallelism
+        if layout.vpp == 1:
+            return min(self.num_microbatches, layout.pp + 1)
+        group = layout.microbatch_group_size_per_vp_stage or layout.pp
+        enough = 2 * group + -(-2 * layout.pp // layout.vpp)
+        # The last group stays as short as it is.
+        enough += (self.num_microbatches - enough) % group
+        return min(self.num_microbatches, enough)
 
     @property
     def content_hash(self) -> str:

@@ -58,9 +58,9 @@ class Origin:
         self._silent: dict[CodeType, bool] = {}
 
     @contextmanager
-    def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Follow the forward and backward of `model`; paths are relative to it."""
-        self._paths = {module: name for name, module in model.named_modules()}
+    def watching(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Follow the forward and backward of the modules in `models` (see `module_paths`)."""
+        self._paths = {module: path for model in models for module, path in module_paths(model).items()}
         hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -131,6 +131,30 @@ class Origin:
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         path = self._stack.pop()
         _label(output, (path, self.stream()))
+
+
+_LAYERS = "decoder.layers."
+
+
+def module_paths(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """The path of each module of `model`; decoder layers of a pipeline stage have their numbers in the whole model."""
+    layers = getattr(getattr(model, "decoder", None), "layers", None)
+    first = layers[0].layer_number - 1 if layers else 0
+    return {module: _numbered_from(first, path) for path, module in model.named_modules()}
+
+
+def tensor_paths(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    """Each parameter and buffer of `model` and its path, numbered like its module's."""
+    for module, path in module_paths(model).items():
+        for attribute, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            yield tensor, f"{path}.{attribute}"
+
+
+def _numbered_from(first: int, path: str) -> str:
+    if not path.startswith(_LAYERS):
+        return path
+    index, dot, below = path.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{first + int(index)}{dot}{below}"
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -42,16 +42,16 @@ def rows(
 ) -> Iterator[Row]:
     """The ledger's rows, in order of birth."""
     layers = workload.model.layers
-    ends = {moment.clock: following.clock for moment, following in pairwise(moments)}
-    starts = sorted(ends)
+    horizons = _horizons(moments)
+    starts = sorted(horizons)
     last = moments[-1].iteration
     first_step = next(moment.clock for moment in moments if moment.iteration == 1)
     steady = next(moment.clock for moment in moments if moment.iteration == last)
-    phase_end, ahead = 0, iter(starts)
+    horizon, ahead = None, iter(starts)
     upcoming = next(ahead, None)
     for allocation in allocations:
         while upcoming is not None and upcoming <= allocation.born:
-            phase_end, upcoming = ends[upcoming], next(ahead, None)
+            horizon, upcoming = horizons[upcoming], next(ahead, None)
         library = _of_a_library(allocation)
         known = names.get(allocation.serial)
         if known is None:
@@ -69,7 +69,7 @@ def rows(
             count=1,
             bytes=allocation.bytes,
             block_bytes=simulated.block_bytes[allocation.serial],
-            lifetime="workspace" if library else _lifetime(allocation, phase_end, first_step, steady, last),
+            lifetime="workspace" if library else _lifetime(allocation, horizon, first_step, steady, last),
             certainty="exact" if allocation.maker.producer == cublas.PRODUCER else "traced",
             recompute=None,
             born=allocation.born,
@@ -85,6 +85,23 @@ def _place(allocation: Allocation) -> tuple[str, str]:
     if module == OUTSIDE:
         return allocation.phase if allocation.phase in ("grad_sync", "optimizer") else "", producer
     return "" if producer == _TE_WORKSPACE else module, producer
+
+
+def _horizons(moments: list[Moment]) -> dict[int, int | None]:
+    """Start of each stretch of a phase, and the clock that what it leaves for a later backward outlives, if any.
+
+    That is the end of a stretch of forward. While backward runs, a pipeline stage may receive the input of a forward
+    still to come: it outlives the end of that one.
+    """
+    horizons: dict[int, int | None] = {}
+    forward_end: int | None = None
+    for moment, following in reversed([*pairwise(moments)]):
+        if moment.phase == "forward":
+            forward_end = following.clock
+        elif moment.phase != "backward":
+            forward_end = None
+        horizons[moment.clock] = forward_end
+    return horizons
 
 
 def _of_a_library(allocation: Allocation) -> bool:
@@ -123,16 +140,18 @@ def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     return {"embedding": "embedding", "decoder": "norm"}.get(first, "head")
 
 
-def _lifetime(allocation: Allocation, phase_end: int, first_step: int, steady: int, last: int) -> Lifetime:
+def _lifetime(allocation: Allocation, horizon: int | None, first_step: int, steady: int, last: int) -> Lifetime:
     born, dies = allocation.born, allocation.dies
 
-    def alive_at(clock: int) -> bool:
-        return born < clock and (dies is None or dies > clock)
+    def alive_at(clock: int | None) -> bool:
+        return clock is not None and born < clock and (dies is None or dies > clock)
 
     if allocation.phase == "setup":
         return "state" if alive_at(first_step) else "transient"
     if allocation.phase == "forward":
         if dies is None and allocation.iteration < last:
             return "state"
-        return "retained" if alive_at(phase_end) else "transient"
-    return "state" if alive_at(steady) else "transient"
+        return "retained" if alive_at(horizon) else "transient"
+    if alive_at(steady):
+        return "state"
+    return "retained" if allocation.phase == "backward" and alive_at(horizon) else "transient"

@@ -4,8 +4,8 @@ Why a process of its own: the imports take seconds and are paid once; what a tra
 leaves behind (`fake_cuda`) must not reach the user's process; a trace that dies takes nobody with it. Why not
 `multiprocessing`: its children import the user's script, which need not guard itself.
 
-Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "result"}` with
-the path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then
+Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "rank",
+"result"}` with the path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then
 `{"id", "done": true}` or `{"id", "error": "what happened"}`. The worker has a process group of its own and kills that
 group when its standard input ends, which happens when the process that started it dies, however it dies.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from labkit.errors import WorkError
+from labkit.errors import InputError, WorkError
 from labkit.workload import Workload
 
 if TYPE_CHECKING:
@@ -85,17 +85,23 @@ class TraceServer:
                 self._process.stdin.close()
             self._process.wait()
 
-    def run(self, workload: Workload, on_phase: PhaseCallback | None = None) -> "Trace":
-        """Trace `workload` on rank 0; `on_phase` gets (iteration, phase) as they begin.
+    def run(self, workload: Workload, on_phase: PhaseCallback | None = None, *, rank: int = 0) -> "Trace":
+        """Trace `rank` of `workload`, which must be one that can run; `on_phase` gets (iteration, phase) as they begin.
+
+        The ranks of a pipeline stage follow each other: stage s begins with rank s * world_size / pp.
 
         Raises:
+            InputError: there is no such rank.
             WorkError: the trace failed; one sentence says in which phase and why.
         """
         from labkit.drivers.trace.results import load
 
+        world_size = workload.parallelism.world_size
+        if not 0 <= rank < world_size:
+            raise InputError(f"rank {rank} does not exist; use one from 0 to {world_size - 1}")
         with tempfile.TemporaryDirectory(prefix="labkit-trace-") as folder:
             result = Path(folder) / "result.json"
-            identity, answers = self._ask(workload, result)
+            identity, answers = self._ask(workload, rank, result)
             phase = "setup"
             try:
                 while True:
@@ -112,7 +118,7 @@ class TraceServer:
                 with self._lock:
                     del self._answers[identity]
 
-    def _ask(self, workload: Workload, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
+    def _ask(self, workload: Workload, rank: int, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
             process = self._process
@@ -121,7 +127,8 @@ class TraceServer:
             self._last += 1
             identity = self._last
             self._answers[identity] = answers
-            request = {"id": identity, "workload": workload.model_dump(mode="json"), "result": str(result)}
+            described = workload.model_dump(mode="json")
+            request = {"id": identity, "workload": described, "rank": rank, "result": str(result)}
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from labkit.allocator import Simulated
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
 from labkit.drivers.trace import compiled, cuda_surface, dispatchers, gradients, megatron_patches
 from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.driver import Trace
-from labkit.drivers.trace.origin import Origin
+from labkit.drivers.trace.origin import Origin, tensor_paths
 from labkit.drivers.trace.patches import installed
 from labkit.drivers.trace.rows import Name, rows
 from labkit.drivers.trace.surface import fake_cuda
@@ -128,23 +129,25 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
     phase(0, "setup")
     with tracker.origin.inside("model"):
-        model = build.build_model(workload)
-    for path, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+        chunks = build.build_model(workload)
+    paths = {tensor: path for chunk in chunks for tensor, path in tensor_paths(chunk.module)}
+    for tensor, path in paths.items():
         name(tensor, "parameters", path)
     with tracker.origin.inside("gradient_buffers"):
-        wrapped = build.wrap(workload, model)
-    for group in ("buffers", "expert_parallel_buffers"):
-        for index, buffer in enumerate(getattr(wrapped, group)):
-            name(buffer.param_data, "parameters", f"{group}.{index}.param_data")
-            name(buffer.grad_data, "gradients", f"{group}.{index}.grad_data")
+        wrapped = build.wrap(workload, chunks)
+    for number, buffers in enumerate(wrapped):
+        for group in ("buffers", "expert_parallel_buffers"):
+            for index, buffer in enumerate(getattr(buffers, group)):
+                path = f"{group}.{index}" if len(wrapped) == 1 else f"model_chunk{number}.{group}.{index}"
+                name(buffer.param_data, "parameters", f"{path}.param_data")
+                name(buffer.grad_data, "gradients", f"{path}.grad_data")
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(workload, wrapped)
-    with tracker.origin.watching(model.module):
+    with tracker.origin.watching(*(chunk.module for chunk in chunks)):
         step = TrainingStep(workload, wrapped, optimizer, phase, num_microbatches=workload.distinct_microbatches)
         for _ in range(iterations):
             gc.collect()
             step.run()
-    paths = {parameter: path for path, parameter in model.module.named_parameters()}
     for path, tensor in optimizer_tensors(optimizer, paths):
         name(tensor, "optimizer", path)
     return names
@@ -153,21 +156,15 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float) -> Trace:
     simulated = simulate_streams(tracker.events, [allocation.maker.stream for allocation in tracker.allocations])
     ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments)
-    growth = [*simulated.reserved, (len(tracker.events), 0)]
-    phases, reserved, position = [], 0, 0
-    for index, peak in enumerate(ledger.phase_peaks()):
-        following = tracker.moments[index + 1].clock if index + 1 < len(tracker.moments) else len(tracker.events)
-        while growth[position][0] < following:
-            reserved = growth[position][1]
-            position += 1
-        phases.append(
-            PhasePeak(
-                iteration=peak.iteration,
-                phase=peak.phase,
-                peak_allocated_bytes=peak.bytes,
-                peak_reserved_bytes=reserved,
-            )
+    phases = [
+        PhasePeak(
+            iteration=peak.iteration,
+            phase=peak.phase,
+            peak_allocated_bytes=peak.bytes,
+            peak_reserved_bytes=_reserved_by(simulated, ledger.end(peak.iteration, peak.phase)),
         )
+        for peak in ledger.phase_peaks()
+    ]
     measurement = Measurement(
         driver="trace",
         workload=workload,
@@ -191,4 +188,12 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[i
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         wall_seconds=round(seconds, 3),
     )
-    return Trace(workload, ledger, rank=rank, peak_reserved_bytes=reserved, measurement=measurement)
+    return Trace(
+        workload, ledger, rank=rank, peak_reserved_bytes=_reserved_by(simulated, None), measurement=measurement
+    )
+
+
+def _reserved_by(simulated: Simulated, clock: int | None) -> int:
+    """Reserved bytes just before `clock`, or in the end: they never shrink."""
+    known = simulated.reserved if clock is None else [grown for grown in simulated.reserved if grown[0] < clock]
+    return known[-1][1] if known else 0

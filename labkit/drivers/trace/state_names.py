@@ -8,7 +8,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 
 def optimizer_tensors(
-    optimizer: MegatronOptimizer, paths: Mapping[torch.nn.Parameter, str]
+    optimizer: MegatronOptimizer, paths: Mapping[torch.Tensor, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(path of the parameter and of what is kept of it, tensor) for each shard of the optimizer on this rank.
 
@@ -16,7 +16,7 @@ def optimizer_tensors(
 
     Args:
         optimizer: After its first step.
-        paths: The model's parameters and their paths.
+        paths: At least the parameters of the model, and their paths.
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:

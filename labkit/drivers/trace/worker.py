@@ -125,7 +125,8 @@ def _work(request: dict[str, Any], answers: int) -> int:
     identity = request["id"]
     try:
         trace = trace_here(
-            Workload.from_mapping(request["workload"]),
+            Workload.unchecked(request["workload"]),
+            request["rank"],
             on_phase=lambda iteration, phase: _say(answers, identity, phase=[iteration, phase]),
         )
         dump(trace, Path(request["result"]))
