@@ -52,10 +52,9 @@ WorkersOption = Annotated[
 def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
     """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
     from labkit.memory.estimate import estimate as estimated
-    from labkit.memory.ranges import ranged
     from labkit.workload import Workload
 
-    _show(ranged(estimated(Workload.load(workload))), json)
+    _show(estimated(Workload.load(workload)).ranged, json)
 
 
 @app.command()

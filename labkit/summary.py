@@ -100,9 +100,22 @@ class Range(Part):
         peaks = [case.peak_allocated_bytes for case in listed]
         return cls(field=field, cause=cause, low_bytes=min(peaks), high_bytes=max(peaks), cases=listed)
 
+    @property
+    def peaks(self) -> str:
+        """The peak with each value, in GiB: `false 41.696, true 46.426`."""
+        return ", ".join(f"{case.value} {case.peak_allocated_bytes / GIB:.3f}" for case in self.cases)
+
     def __str__(self) -> str:
-        peaks = ", ".join(f"{case.value} {case.peak_allocated_bytes / GIB:.3f}" for case in self.cases)
-        return f"{self.field} is not stated, and {self.cause}: peak {peaks} GiB"
+        return f"{self.field} is not stated, and {self.cause}: peak {self.peaks} GiB"
+
+
+class PeakRange(Part):
+    """Where the peak lies when every open field has its plausible values."""
+
+    low_bytes: NonNegativeInt
+    high_bytes: NonNegativeInt
+    causes: Many[str]
+    """The open fields that move it."""
 
 
 class Summary(Part):
@@ -131,6 +144,8 @@ class Summary(Part):
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
+    peak_range: PeakRange | None = None
+    """Over all plausible values of what the workload leaves open; None where it leaves nothing open that matters."""
     ranges: Many[Range] = ()
     """What the peak rests on that the workload does not state (`labkit estimate`)."""
 
@@ -142,6 +157,8 @@ class Summary(Part):
             (f"{self.workload.model.name}", "bold"), f"  recompute {self.workload.recompute.label}  rank {self.rank}"
         )
         yield Text(self.verdict, style="green" if self.fits else "red")
+        if self.peak_range is not None:
+            yield Text(self.span, style="yellow")
         table = Table(title=f"What holds the peak ({self.certainty}, GiB)", title_justify="left")
         table.add_column("category")
         table.add_column("GiB", justify="right")
@@ -162,8 +179,13 @@ class Summary(Part):
                 f"{phase.peak_tensor_bytes / GIB:.3f}",
             )
         yield phases
-        for each in self.ranges:
-            yield Text(f"range: {each}")
+        if self.ranges:
+            ranges = Table(title="What the workload does not state (peak, GiB)", title_justify="left")
+            for heading in ("field", "peak with each value", "why it is open"):
+                ranges.add_column(heading, overflow="fold")
+            for each in self.ranges:
+                ranges.add_row(each.field, each.peaks, each.cause)
+            yield ranges
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")
 
@@ -182,6 +204,18 @@ class Summary(Part):
             f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB).{tight}"
         )
 
+    @property
+    def span(self) -> str:
+        """One sentence: between which peaks the open fields leave it, and whether that decides if it fits; or empty."""
+        if self.peak_range is None:
+            return ""
+        low, high = self.peak_range.low_bytes, self.peak_range.high_bytes
+        decides = (low < self.gpu_memory_bytes) != (high < self.gpu_memory_bytes)
+        return (
+            f"Between {low / GIB:.3f} and {high / GIB:.3f} GiB by what the workload does not state: "
+            f"{', '.join(self.peak_range.causes)}.{' That decides whether it fits.' if decides else ''}"
+        )
+
     def __str__(self) -> str:
         held = "\n".join(f"  {share.category:<22}{share.bytes / GIB:>8.3f} GiB" for share in self.breakdown)
         return f"{self.workload.model.name}, recompute {self.workload.recompute.label}: {self.verdict}\n{held}"
@@ -196,7 +230,7 @@ class Summary(Part):
         warnings += "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
         return (
             f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "
-            f"{escape(self.workload.recompute.label)}, rank {self.rank}. {escape(self.verdict)}</p>"
+            f"{escape(self.workload.recompute.label)}, rank {self.rank}. {escape(self.verdict)} {escape(self.span)}</p>"
             f"<table><caption>What holds the peak ({self.certainty})</caption><thead><tr>"
             f"<th scope='col' style='text-align:left'>category</th><th scope='col'>GiB</th><th scope='col'>share</th>"
             f"</tr></thead><tbody>{rows}</tbody></table>{warnings}</div>"

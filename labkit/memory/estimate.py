@@ -10,7 +10,7 @@ from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
 from labkit.memory.units import chunks, parameters
 from labkit.memory.writer import Writer
-from labkit.summary import Result
+from labkit.summary import Result, Summary
 from labkit.workload import Workload
 
 ITERATIONS = 2
@@ -26,6 +26,19 @@ class Estimate(Result):
     def replay(self) -> Replay:
         """Work that backward repeats each step."""
         return replay(chunks(self.workload), self.workload)
+
+    @cached_property
+    def ranged(self) -> Summary:
+        """The summary with the peak's range over what the workload does not state: several more estimates."""
+        from labkit.memory.ranges import ranged
+
+        return ranged(self)
+
+    def __rich__(self) -> Summary:
+        return self.ranged
+
+    def _repr_html_(self) -> str:
+        return self.ranged._repr_html_()
 
 
 def estimate(workload: Workload) -> Estimate:

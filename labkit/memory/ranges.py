@@ -1,26 +1,68 @@
 """What an estimate rests on that the workload does not state: each such field gives the peak a range."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from labkit.memory.estimate import Estimate, estimate
-from labkit.summary import Case, Range, Summary
+from labkit.summary import Case, PeakRange, Range, Summary
 from labkit.workload import Routing, Workload
-from labkit.workload.routing import RoutingKind
+from labkit.workload.unstated import open_fields, with_fields
+
+
+class _Choice(NamedTuple):
+    """One value of an open field."""
+
+    value: str
+    fields: Mapping[str, Any]
+    plausible: bool = True
+    """Else a bound: given as a case of its own, but no part of the range of all fields together."""
+
+
+class _Open(NamedTuple):
+    field: str
+    cause: str
+    choices: tuple[_Choice, ...]
 
 
 def ranged(result: Estimate) -> Summary:
-    """The summary of an estimate, with a range for each field that was left open."""
-    return result.summary.model_copy(update={"ranges": tuple(_ranges(result))})
+    """The summary of an estimate, with a range for each field that was left open, and one for all of them together."""
+    ranges, low, high = [], dict[str, Any](), dict[str, Any]()
+    peaks = [result.peak_allocated_bytes]
+    for each in _open(result.workload):
+        cases = [(choice, _peak(result, choice.fields)) for choice in each.choices]
+        if len({peak for _, peak in cases}) == 1:
+            continue  # it decides nothing here
+        found = [Case(value=choice.value, peak_allocated_bytes=peak) for choice, peak in cases]
+        ranges.append(Range.over(each.field, each.cause, found))
+        plausible = [(peak, choice.fields) for choice, peak in cases if choice.plausible]
+        peaks += [peak for peak, _ in plausible]
+        low |= min(plausible, key=lambda case: case[0])[1]
+        high |= max(plausible, key=lambda case: case[0])[1]
+    if not ranges:
+        return result.summary
+    if len(ranges) > 1:
+        peaks += [_peak(result, fields) for fields in (low, high)]
+    together = PeakRange(low_bytes=min(peaks), high_bytes=max(peaks), causes=tuple(each.field for each in ranges))
+    return result.summary.model_copy(update={"ranges": tuple(ranges), "peak_range": together})
 
 
-def _ranges(result: Estimate) -> Iterator[Range]:
-    workload = result.workload
+def _open(workload: Workload) -> Iterator[_Open]:
+    for each in open_fields(workload):
+        others = (_Choice(*alternative) for alternative in each.alternatives)
+        yield _Open(each.field, each.cause, (_Choice(each.assumed, {}), *others))
     if workload.routing is None and any(layer.mlp == "moe" for layer in workload.model.layers):
-        kinds: tuple[RoutingKind, ...] = ("balanced", "allowance", "worst")
-        cause = "the router decides how many rows reach this rank's experts"
-        yield Range.over("routing", cause, [_routed(workload, kind) for kind in kinds])
+        yield _Open(
+            "routing",
+            "the router decides how many rows reach this rank's experts",
+            (
+                _Choice("balanced", {}),
+                _Choice("allowance", {"routing": Routing(kind="allowance")}),
+                _Choice("worst", {"routing": Routing(kind="worst")}, plausible=False),
+            ),
+        )
 
 
-def _routed(workload: Workload, kind: RoutingKind) -> Case:
-    changed = workload.model_copy(update={"routing": Routing(kind=kind)})
-    return Case(value=kind, peak_allocated_bytes=estimate(changed).peak_allocated_bytes)
+def _peak(result: Estimate, fields: Mapping[str, Any]) -> int:
+    """The peak with fields changed; with none, or with some that cannot go together, the estimate's own."""
+    changed = with_fields(result.workload, fields) if fields else None
+    return result.peak_allocated_bytes if changed is None else estimate(changed).ledger.peak().bytes

@@ -93,7 +93,7 @@ class Matrix:
             raise InputError(f"{path}: candidates is empty; name at least one choice to compare with the control")
         if not stated.drivers:
             raise InputError(f"{path}: drivers is empty; use [trace]")
-        base = _base(stated.base, path).model_dump()
+        base = _base(stated.base, path).model_dump(exclude_unset=True)  # what it leaves open stays open
         control = _workload(base, stated.control, f"{path}: control")
         candidates = [Candidate(control.recompute.label, control, is_control=True, differs_in=())]
         seen = {candidates[0].label: "the control"}

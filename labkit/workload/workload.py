@@ -96,9 +96,8 @@ class Workload(Part):
         return findings(self)
 
     def with_recompute(self, **fields: Any) -> Self:
-        """The same workload under another recompute choice, checked."""
-        changed = {**self.model_dump(), "recompute": fields}
-        return self.from_mapping(changed)
+        """The same workload under another recompute choice, checked; what it leaves open stays open."""
+        return self.from_mapping({**self.model_dump(exclude_unset=True), "recompute": fields})
 
     @property
     def padded_vocab_size(self) -> int:
