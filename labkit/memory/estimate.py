@@ -8,7 +8,7 @@ from labkit.ledger import Ledger
 from labkit.memory.book import Book
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
-from labkit.memory.units import chunks, parameters
+from labkit.memory.units import chunks, loss_chunk, parameters
 from labkit.memory.writer import Writer
 from labkit.summary import Result, Summary
 from labkit.workload import Workload
@@ -55,6 +55,7 @@ def estimate(workload: Workload) -> Estimate:
     34
     """
     model = chunks(workload)
+    loss = loss_chunk(workload) if workload.training.runtime == "lora" else None
     book = Book()
     writer = Writer(book)
     state = State(parameters(model), workload)
@@ -64,13 +65,19 @@ def estimate(workload: Workload) -> Estimate:
         state.zero_gradients(book)
         for _ in range(workload.distinct_microbatches):
             book.enter(iteration, "forward")
-            writer.forward(model[0], 0, 0)
+            outputs = writer.forward(model[0], 0, 0)
             book.enter(iteration, "backward")
-            writer.backward(model[0], 0, 0)
-        book.enter(iteration, "grad_sync")
-        state.sync_gradients(book)
-        book.enter(iteration, "optimizer")
-        state.step(book)
+            gradient = -1
+            if loss is not None:
+                writer.forward(loss, 1, 0, outputs)
+                gradient = writer.backward(loss, 1, 0)
+            writer.backward(model[0], 0, 0, gradient)
+            writer.caller_lets_go(1)
+        if workload.training.steps_optimizer:
+            book.enter(iteration, "grad_sync")
+            state.sync_gradients(book)
+            book.enter(iteration, "optimizer")
+            state.step(book)
     simulated = simulate(book.events)
     rows = list(book.rows(0, simulated.block_bytes))
     return Estimate(

@@ -7,7 +7,7 @@ gradients that meet are added in place where nothing else needs the one that cam
 
 from labkit.memory.library import workspaces
 from labkit.memory.recompute import Region
-from labkit.memory.script import CACHE, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Script, Slot
+from labkit.memory.script import CACHE, CALLER, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Script, Slot
 from labkit.memory.tape import Buffer, Op, Tape, Value
 
 
@@ -156,6 +156,8 @@ class _Player:
             key = f"{index} {value.name}"
             self._steps.append((LET_GO, -1, key))
             self._hold(self._storages[value], key)
+        for value in op.keeps:
+            self._hold(self._storages[value.storage], CALLER)
         for slot in temporaries:
             self._steps.append((CLOSE, slot, ""))
         for value in self._ends.get(index, ()):

@@ -22,6 +22,9 @@ ONCE slot, key: allocated unless the process has `key` already; kept for good.
 CACHE slot, key: an entry of the cache `key` of this unit's module, which all modules share (`Slot.entries` fit).
 """
 
+CALLER = "caller"
+"""Key of what the caller of the model holds until backward is done."""
+
 INPUT, GRADIENT_OUT = 0, 1
 """Slots that the unit's neighbours allocate: the residual stream it reads, the gradient of the one it writes."""
 

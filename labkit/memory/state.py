@@ -95,7 +95,8 @@ class State:
 
     def __init__(self, parameters: Sequence[Parameter], workload: Workload) -> None:
         self._parameters = parameters
-        self._buffers = buffers(parameters, workload)
+        trained = [parameter for parameter in parameters if parameter.trainable]
+        self._buffers = buffers(trained, workload) if workload.training.steps_optimizer else []
         self._dtype = workload.training.precision
         self._optimizer = workload.training.optimizer
         self._gradient_dtype = "fp32" if workload.training.data_parallel.grad_reduce_in_fp32 else self._dtype
@@ -103,9 +104,11 @@ class State:
         self._moments_exist = False
 
     def set_up(self, book: Book) -> None:
-        """Build the model, move its parameters into DDP's buffers, make the main parameters."""
-        built = [
-            book.open(
+        """Build the model, move what trains into DDP's buffers, make the main parameters."""
+        built = []
+        for parameter in self._parameters:
+            moves = bool(self._buffers) and parameter.trainable
+            number = book.open(
                 parameter.name.rsplit(".", 1)[1],
                 parameter.shape,
                 self._dtype,
@@ -113,9 +116,9 @@ class State:
                 module=parameter.name.rsplit(".", 1)[0],
                 kind="parameters",
                 layer=parameter.layer,
+                lifetime="transient" if moves else "state",
             )
-            for parameter in self._parameters
-        ]
+            built += [number] * moves
         for buffer in self._buffers:
             self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
             self._open_buffer(book, buffer, "grad_data", self._gradient_dtype, "gradients")
@@ -159,7 +162,7 @@ class State:
 
         Source: `finalize_model_grads._allreduce_non_tensor_model_parallel_grads`.
         """
-        numel = sum(parameter.numel for parameter in self._parameters if parameter.replicated)
+        numel = sum(each.numel for each in self._parameters if each.replicated and each.trainable)
         if numel:
             nbytes = rounded(numel * DTYPE_BYTES[self._gradient_dtype])
             book.close(

@@ -7,7 +7,7 @@ tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses re
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -91,6 +91,8 @@ class Op:
     """Outputs kept as module attributes until the module's next forward replaces them."""
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
+    keeps: tuple[Value, ...]
+    """Tensors that the caller of the model keeps until backward is done."""
 
     @property
     def module_path(self) -> str:
@@ -100,7 +102,7 @@ class Op:
 
 @dataclass(slots=True, frozen=True)
 class Parameter:
-    """A trainable tensor of this rank."""
+    """A weight of this rank."""
 
     name: str
     shape: Shape
@@ -110,6 +112,8 @@ class Parameter:
     replicated: bool
     """Computed on a sequence shard but not sharded itself: its gradient is summed over the tensor-parallel group
     after backward (`param.sequence_parallel`, `finalize_model_grads`)."""
+    trainable: bool = True
+    """It has a gradient; frozen parameters are weights alone."""
 
     @property
     def numel(self) -> int:
@@ -122,7 +126,7 @@ class Parameter:
             return self
         layer = self.layer + first
         name = self.name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
-        return Parameter(name, self.shape, layer, self.expert, self.replicated)
+        return replace(self, name=name, layer=layer)
 
 
 @dataclass(slots=True)
@@ -132,6 +136,8 @@ class Tape:
     dtype: str
     routed: Certainty = "exact"
     """How sure we are of the rows that the router decides on."""
+    frozen: bool = False
+    """Only parameters declared trainable have gradients."""
     ops: list[Op] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
     entry: Value | None = None
@@ -170,12 +176,23 @@ class Tape:
         return ".".join(name for name in self._path if name and not name.startswith("@"))
 
     def parameter(
-        self, name: str, shape: Shape, *, expert: bool = False, replicated: bool = False, count: int | None = None
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        expert: bool = False,
+        replicated: bool = False,
+        trainable: bool | None = None,
+        count: int | None = None,
     ) -> None:
-        """Declare trainable tensors, in the order Megatron registers them; `count` numbers equal ones from 0."""
+        """Declare weights, in the order Megatron registers them; `count` numbers equal ones from 0.
+
+        Left open, they are trainable unless the tape's are frozen.
+        """
         names = [name] if count is None else [f"{name}{index}" for index in range(count)]
+        trains = not self.frozen if trainable is None else trainable
         self.parameters += [
-            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated) for each in names
+            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated, trains) for each in names
         ]
 
     def value(
@@ -215,6 +232,7 @@ class Tape:
         communicated_bytes: int = 0,
         persists: Sequence[Value] = (),
         caches: int = 0,
+        keeps: Sequence[Value] = (),
     ) -> None:
         """Record an operation of the current module."""
         index = len(self.ops)
@@ -242,6 +260,7 @@ class Tape:
                 communicated_bytes,
                 tuple(persists),
                 caches,
+                tuple(keeps),
             )
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from labkit.memory.layers.decoder import Place, record_back, record_front, record_layers
+from labkit.memory.layers.decoder import Place, record_back, record_front, record_layers, record_loss
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
 from labkit.memory.recompute import Region, checkpoints, regions
@@ -90,13 +90,20 @@ class _Recorder:
         key = (id(tape), checkpointed, gradient_held)
         if key not in self._scripts:
             found = regions(tape, self._workload.recompute.modules, checkpointed=checkpointed)
-            fused = self._workload.training.kernels.gradient_accumulation_fusion
+            training = self._workload.training
+            fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
             script = play(tape, found, fused_weight_gradients=fused, gradient_held=gradient_held)
             self._scripts[key] = script, tuple(found)
         return self._scripts[key]
 
 
+def loss_chunk(workload: Workload) -> Chunk:
+    """The caller's loss over the model's outputs, where the model does not end in its own (`lora` runtime)."""
+    tape = record_loss(workload, Sizes.of(workload))
+    return [Unit(play(tape, [], fused_weight_gradients=False), tape, (), 0)]
+
+
 def parameters(model: Sequence[Chunk]) -> list[Parameter]:
-    """All trainable tensors of a rank's model chunks, in the order Megatron registers them."""
+    """All weights of a rank's model chunks, in the order Megatron registers them."""
     units = [unit for chunk in model for unit in chunk]
     return [parameter.at_layer(unit.first_layer) for unit in units for parameter in unit.script.parameters]

@@ -1,7 +1,7 @@
 """Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
 
 from labkit.memory.book import Book
-from labkit.memory.script import CACHE, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
+from labkit.memory.script import CACHE, CALLER, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
 from labkit.memory.units import Chunk, Unit
 
 
@@ -22,10 +22,9 @@ class Writer:
         """Entries of each slot of each unit, by chunk and micro-batch."""
         self._modules: dict[tuple[int, str], str] = {}
 
-    def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
-        """Forward pass of model chunk `index`."""
+    def forward(self, chunk: Chunk, index: int, microbatch: int, hidden: int = -1) -> int:
+        """Forward pass of model chunk `index` from the entry `hidden`; returns the entry of its output."""
         frames = self._frames[index, microbatch] = []
-        hidden = -1
         for position, unit in enumerate(chunk):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
@@ -33,10 +32,10 @@ class Writer:
             self._run(unit, unit.script.forward, frame, (index, position))
             if unit.script.output is not None:
                 hidden = frame[unit.script.output]
+        return hidden
 
-    def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
-        """Backward pass of that forward."""
-        gradient = -1
+    def backward(self, chunk: Chunk, index: int, microbatch: int, gradient: int = -1) -> int:
+        """Backward pass of that forward from the output's gradient; returns the entry of its input's."""
         frames = self._frames.pop((index, microbatch))
         for position in range(len(chunk) - 1, -1, -1):
             unit, frame = chunk[position], frames[position]
@@ -44,6 +43,13 @@ class Writer:
             self._run(unit, unit.script.backward, frame, (index, position))
             if unit.script.gradient_in is not None:
                 gradient = frame[unit.script.gradient_in]
+        return gradient
+
+    def caller_lets_go(self, index: int) -> None:
+        """The caller drops what it has kept of model chunk `index`."""
+        for key in [key for key in self._held if key[0] == index and key[2] == CALLER]:
+            for number in self._held.pop(key):
+                self._let_go(number)
 
     def _run(self, unit: Unit, steps: list[tuple[int, int, str]], frame: list[int], at: tuple[int, int]) -> None:
         slots = unit.script.slots

@@ -1,13 +1,53 @@
 """What one training step reads."""
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from labkit.workload.base import Part
+from labkit.workload.base import Many, Part
+
+
+class Packed(Part):
+    """Whole sequences side by side in one row of the batch, a prefix they share stored once.
+
+    >>> pack = Packed(lengths=[8192, 8192], shared_prefix=2457)
+    >>> pack.segments, pack.rows, pack.logical_rows
+    ((2457, 5735, 5735), 13927, 16384)
+    """
+
+    lengths: Many[PositiveInt]
+    """Tokens of each sequence, the shared prefix included."""
+    shared_prefix: NonNegativeInt = 0
+    """Leading tokens that all sequences have in common."""
+    busiest_rank_rows: PositiveInt | None = None
+    """Rows of the busiest context-parallel rank; None: the even share."""
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of each node of the prefix tree: the prefix, if there is one, then what follows it."""
+        suffixes = tuple(length - self.shared_prefix for length in self.lengths)
+        return (self.shared_prefix, *suffixes) if self.shared_prefix else suffixes
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are computed."""
+        return sum(self.segments)
+
+    @property
+    def logical_rows(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
 
 
 class Batch(Part):
     """Sizes of the batch."""
 
     seq_length: PositiveInt
+    """Rows of a packed batch where there is one: its tokens, padded to a multiple of the tensor-parallel ranks."""
     micro_batch_size: PositiveInt = 1
     global_batch_size: PositiveInt
+    packed: Packed | None = None
+    """Sequences of the micro-batch (`lora` runtime); None: each is `seq_length` tokens."""
+
+    @property
+    def sequences(self) -> Packed:
+        """The micro-batch as sequences."""
+        return self.packed or Packed(lengths=(self.seq_length,) * self.micro_batch_size)

@@ -11,6 +11,7 @@ from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, version_tuple
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
+from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings
 
 if TYPE_CHECKING:
@@ -21,12 +22,17 @@ def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
-    found += [*mixer_findings(workload), *attention_findings(workload)]
+    found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
 def _not_priced(workload: "Workload") -> Iterator[Finding]:
-    """What Megatron Core can run and labkit has no rows for yet."""
+    """What Megatron Core can run and labkit has no rows for yet.
+
+    The `lora` runtime has a list of its own (`labkit.workload.lora_rules`).
+    """
+    if workload.training.runtime == "lora":
+        return
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
     refused = {
         "model.mamba": (model.mamba is not None, "Mamba"),

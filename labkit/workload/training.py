@@ -3,6 +3,7 @@
 from typing import Literal
 
 from labkit.workload.base import Part
+from labkit.workload.runtime import Lora, Runtime
 
 FloatName = Literal["fp32", "bf16"]
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
@@ -75,3 +76,16 @@ class Training(Part):
     optimizer: Optimizer = Optimizer()
     gpu: Literal["h100-80gb", "h200-141gb"] = "h100-80gb"
     software: Software = Software()
+    runtime: Runtime = "megatron"
+    lora: Lora | None = None
+    """For the `lora` runtime, which needs it."""
+
+    @property
+    def steps_optimizer(self) -> bool:
+        """The optimizer steps after backward."""
+        return self.lora is None or self.lora.optimizer_step
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whole layers run under `torch.compile`: pointwise chains keep no intermediates."""
+        return self.lora is not None and self.lora.compile_layers

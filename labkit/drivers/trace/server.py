@@ -92,13 +92,16 @@ class TraceServer:
 
         Raises:
             InputError: there is no such rank.
-            WorkError: the trace failed; one sentence says in which phase and why.
+            WorkError: the trace failed, or it cannot trace that runtime; one sentence says in which phase and why.
         """
         from labkit.drivers.trace.results import load
 
         world_size = workload.parallelism.world_size
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} does not exist; use one from 0 to {world_size - 1}")
+        if workload.training.runtime != "megatron":
+            reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
+            raise WorkError(f"{workload.model.name}: {reason}; use labkit estimate")
         with tempfile.TemporaryDirectory(prefix="labkit-trace-") as folder:
             result = Path(folder) / "result.json"
             identity, answers = self._ask(workload, rank, result)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from labkit.memory.layers.core import core_attention
 from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.prefix_tree import tree_attention
 from labkit.memory.layers.rotary import fused_rotary, rotary
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -47,7 +48,8 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     _parameters(tape, workload, sizes, heads)
     with tape.module("linear_qkv"):
         normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
-        packed = column_parallel(tape, sizes, normed, sizes.hidden, heads.packed_width // sizes.tp)
+        width = heads.packed_width // sizes.tp
+        packed = column_parallel(tape, sizes, normed, sizes.hidden, width, adapters=_adapted_parts(workload, sizes))
     if heads.shared:
         packed = _gather_last_dim(tape, sizes, packed, heads)
     query, key, value, gate = _split(tape, sizes, packed, heads)
@@ -63,7 +65,10 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     if model.position_embedding_type == "rope":
         query, key = _rotated(tape, workload, sizes, query), _rotated(tape, workload, sizes, key)
     with tape.module("core_attention"):
-        core = core_attention(tape, sizes, query, key, value)
+        if sizes.lora is None:
+            core = core_attention(tape, sizes, query, key, value)
+        else:
+            core = tree_attention(tape, workload, query, key, value)
     if gate is not None:
         gated = tape.value("gated_output", core.shape)
         # Compiled: it keeps its two inputs and nothing of what lies between.
@@ -88,6 +93,14 @@ def _parameters(tape: Tape, workload: Workload, sizes: Sizes, heads: _Heads) -> 
         # Each rank norms its own heads: summed over the tensor-parallel group with and without sequence parallelism.
         for name in ("q_layernorm", "k_layernorm"):
             tape.parameter(f"{name}.weight", (heads.width,), replicated=sizes.tp > 1)
+
+
+def _adapted_parts(workload: Workload, sizes: Sizes) -> tuple[int, int, int]:
+    """Columns of the packed projection that have an adapter each: queries with their gates, keys, values."""
+    model = workload.model
+    queries = model.num_attention_heads * (1 + model.attention_output_gate) * model.head_width // sizes.tp
+    keys = model.key_value_heads * model.head_width // sizes.tp
+    return queries, keys, keys
 
 
 def _gather_last_dim(tape: Tape, sizes: Sizes, local: Value, heads: _Heads) -> Value:

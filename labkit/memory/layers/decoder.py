@@ -16,6 +16,8 @@ from labkit.memory.layers.linear import add, rms_norm
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
+from labkit.memory.layers.outputs import hidden_state_outputs, mean_square_loss
+from labkit.memory.layers.prefix_tree import tree_delta_net
 from labkit.memory.layers.rotary import rotary_table
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -42,13 +44,15 @@ MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {
     "gdn": gated_delta_net,
 }
 """From the hidden state (shard rows, hidden) to the mixer's output of the same shape."""
+LORA_MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"gdn": tree_delta_net}
+"""Those of the `lora` runtime that are code of its own."""
 FUSED_NORM: frozenset[Mixer] = frozenset(("attention", "gdn"))
 """Mixers that norm their input in their first linear (`TELayerNormColumnParallelLinear`); the others get it normed."""
 
 
 def record_front(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs before its layers: the embedding."""
-    tape = Tape(workload.training.precision)
+    tape = _tape(workload)
     with tape.module("embedding", kind="embedding"):
         tape.exit = embedding(tape, workload, sizes)
     return tape
@@ -56,7 +60,7 @@ def record_front(workload: Workload, sizes: Sizes) -> Tape:
 
 def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> Tape:
     """A stretch of layers, as halves in order."""
-    tape = Tape(workload.training.precision, _routed_certainty(workload.routing))
+    tape = _tape(workload)
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     model = workload.model
     if model.position_embedding_type == "rope" and any(place.half == "attention" for place in places):
@@ -75,18 +79,36 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
 
 
 def record_back(workload: Workload, sizes: Sizes) -> Tape:
-    """What a rank runs after its layers: final norm, head, loss."""
-    tape = Tape(workload.training.precision)
+    """What a rank runs after its layers: final norm, head, loss; in the `lora` runtime the outputs."""
+    tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     with tape.module("", kind="head"):
-        head_and_loss(tape, workload, sizes, tape.entry)
+        if workload.training.runtime == "lora":
+            tape.exit = hidden_state_outputs(tape, workload, sizes, tape.entry)
+        else:
+            head_and_loss(tape, workload, sizes, tape.entry)
     return tape
+
+
+def record_loss(workload: Workload, sizes: Sizes) -> Tape:
+    """What the caller of the `lora` runtime runs after the model."""
+    tape = _tape(workload)
+    with tape.module("loss", kind="head"):
+        tape.entry = tape.value("hidden_states", (workload.batch.sequences.logical_rows, sizes.hidden))
+        mean_square_loss(tape, workload, tape.entry)
+    return tape
+
+
+def _tape(workload: Workload) -> Tape:
+    training = workload.training
+    return Tape(training.precision, _routed_certainty(workload.routing), frozen=training.runtime == "lora")
 
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
     mixed = hidden if mixer in FUSED_NORM else _norm(tape, sizes, hidden, "input_layernorm")
     with tape.module("self_attention", kind="attention"):
-        output = MIXERS[mixer](tape, workload, sizes, mixed)
+        mixers = MIXERS if sizes.trains else {**MIXERS, **LORA_MIXERS}
+        output = mixers[mixer](tape, workload, sizes, mixed)
     return add(tape, sizes, output, hidden)
 
 

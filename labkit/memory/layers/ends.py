@@ -25,12 +25,13 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
         # The gradient of the lookup is a whole weight, made outside any fused accumulation.
         gradient = tape.buffer("weight_gradient", (width, sizes.hidden))
         masked_gradient = tape.buffer("masked_gradient", (sizes.tokens, sizes.hidden))
+        gradients = [gradient, *([masked_gradient] if sizes.tp > 1 else [])]
         tape.op(
             "embedding",
             [],
             [lookup, *saves],
-            saves=saves,
-            backward_temporaries=[gradient, *([masked_gradient] if sizes.tp > 1 else [])],
+            saves=saves if sizes.trains else [],
+            backward_temporaries=gradients if sizes.trains else [],
         )
         if sizes.sp > 1:
             reduced = tape.value("reduced", (sizes.shard, sizes.hidden))

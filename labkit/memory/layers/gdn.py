@@ -35,7 +35,7 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
+class Heads:
     """Heads and widths of one rank."""
 
     keys: int
@@ -45,6 +45,7 @@ class _Heads:
 
     @classmethod
     def of(cls, net: GatedDeltaNet, ranks: int) -> Self:
+        """The heads of one of `ranks`."""
         return cls(
             net.linear_num_key_heads // ranks,
             net.linear_num_value_heads // ranks,
@@ -64,10 +65,12 @@ class _Heads:
 
     @property
     def convolved(self) -> int:
+        """Columns of queries, keys and values."""
         return self.query_key + self.value
 
     @property
     def projected(self) -> int:
+        """Columns of the input projection."""
         return self.convolved + self.value + 2 * self.values
 
 
@@ -76,8 +79,8 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     model, net = workload.model, workload.model.gated_delta_net
     if net is None:
         raise ValueError("a gated delta net layer needs gated_delta_net")
-    heads, run = _Heads.of(net, sizes.tp), Recurrence.of(sizes)
-    _parameters(tape, sizes, net, heads)
+    heads, run = Heads.of(net, sizes.tp), Recurrence.of(sizes)
+    gdn_parameters(tape, sizes, net, heads)
     with tape.module("in_proj"):
         normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
         projected = column_parallel(tape, sizes, normed, model.hidden_size, heads.projected)
@@ -95,7 +98,7 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     core = _delta_rule(tape, run, heads, [query, key, value, decay, beta])
 
     with tape.module("@norm_out"):
-        gated = _gated_norm(tape, run, heads, core, gate)
+        gated = gated_norm(tape, run.rows, heads, core, gate)
         if workload.batch.micro_batch_size > 1:
             # Sequences came one after the other and go interleaved.
             gated = _contiguous(tape, gated)
@@ -106,7 +109,7 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     return output
 
 
-def _parameters(tape: Tape, sizes: Sizes, net: GatedDeltaNet, heads: _Heads) -> None:
+def gdn_parameters(tape: Tape, sizes: Sizes, net: GatedDeltaNet, heads: Heads) -> None:
     """In the order `_GDNBase` registers them: its own before its submodules'."""
     tape.parameter("dt_bias", (heads.values,))
     tape.parameter("A_log", (heads.values,))
@@ -124,7 +127,7 @@ def _contiguous(tape: Tape, strided: Value) -> Value:
     return copy
 
 
-def _convolution(tape: Tape, run: Recurrence, heads: _Heads, net: GatedDeltaNet, qkv: Value) -> Value:
+def _convolution(tape: Tape, run: Recurrence, heads: Heads, net: GatedDeltaNet, qkv: Value) -> Value:
     """`fla.modules.causal_conv1d`: saves its input, computes its output again in backward.
 
     Its weight's gradient comes in fp32 parts, one a chunk, summed and cast.
@@ -146,7 +149,7 @@ def _convolution(tape: Tape, run: Recurrence, heads: _Heads, net: GatedDeltaNet,
     return out
 
 
-def _query_key_value(tape: Tape, run: Recurrence, heads: _Heads, convolved: Value) -> tuple[Value, Value, Value]:
+def _query_key_value(tape: Tape, run: Recurrence, heads: Heads, convolved: Value) -> tuple[Value, Value, Value]:
     """`_prepare_input_for_gated_delta_rule`: l2-normed query and key, one for each value head, and the values."""
     query_key = tape.view(convolved, "query_key", (run.rows, heads.query_key))
     strided_value = tape.view(convolved, "value", (run.rows, heads.value))
@@ -166,7 +169,7 @@ def _query_key_value(tape: Tape, run: Recurrence, heads: _Heads, convolved: Valu
     return expanded[0], expanded[1], _contiguous(tape, strided_value)
 
 
-def _delta_rule(tape: Tape, run: Recurrence, heads: _Heads, inputs: Sequence[Value]) -> Value:
+def _delta_rule(tape: Tape, run: Recurrence, heads: Heads, inputs: Sequence[Value]) -> Value:
     """`ChunkGatedDeltaRuleFunction` of query, key, value, g and beta.
 
     It keeps its inputs, g summed up within each chunk instead of g, and each chunk's solved matrix A; backward makes w,
@@ -204,17 +207,17 @@ def _delta_rule(tape: Tape, run: Recurrence, heads: _Heads, inputs: Sequence[Val
     return out
 
 
-def _delta_rule_flops(run: Recurrence, heads: _Heads) -> int:
+def _delta_rule_flops(run: Recurrence, heads: Heads) -> int:
     """Forward: k k^T, A v, A k, q k^T and that times v_new within a chunk; w h, k^T v_new and q h with the states."""
     within = CHUNK * (3 * heads.key_width + 2 * heads.value_width)
     with_state = 3 * heads.key_width * heads.value_width
     return 2 * run.rows * heads.values * (within + with_state)
 
 
-def _gated_norm(tape: Tape, run: Recurrence, heads: _Heads, core: Value, gate: Value) -> Value:
+def gated_norm(tape: Tape, tokens: int, heads: Heads, core: Value, gate: Value) -> Value:
     """`_apply_gated_norm`: RMSNorm over each head, times silu(gate), compiled: saves the norm's output and the gate."""
     with tape.module("out_norm"):
-        normed = rms_norm(tape, core, run.rows * heads.values, heads.value_width)
-    out = tape.value("gated", (run.rows, heads.value))
+        normed = rms_norm(tape, core, tokens * heads.values, heads.value_width)
+    out = tape.value("gated", (tokens, heads.value))
     tape.op("output_gate", [normed, gate], [out], saves=[normed, gate])
     return out

@@ -5,6 +5,9 @@ A linear saves its input as it got it (the local shard under sequence parallelis
 A fused norm-linear behaves as the norm followed by the linear.
 """
 
+from collections.abc import Sequence
+
+from labkit.memory.layers.adapters import adapted, adapted_row
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
@@ -18,11 +21,24 @@ def rms_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     return out
 
 
-def column_parallel(tape: Tape, sizes: Sizes, x: Value, width: int, out_width: int, *, gathered: bool = False) -> Value:
+def column_parallel(
+    tape: Tape,
+    sizes: Sizes,
+    x: Value,
+    width: int,
+    out_width: int,
+    *,
+    gathered: bool = False,
+    adapters: Sequence[int] = (),
+) -> Value:
     """`x` (shard rows, width) times a weight split over its outputs: (tokens, out_width), out_width per rank.
 
-    With `gathered` the input already has all tokens, and so has its gradient.
+    With `gathered` the input already has all tokens, and so has its gradient. `adapters` are the widths of the parts
+    that have an adapter each in the `lora` runtime.
     """
+    if sizes.lora is not None:
+        whole = gather_input(tape, sizes, x, width) if sizes.sp > 1 and not gathered else x
+        return adapted(tape, sizes, whole, x, _frozen_gemm(tape, sizes, whole, out_width), adapters)
     out = tape.value("output", (sizes.tokens, out_width))
     gathers = sizes.sp > 1 and not gathered
     full = tape.buffer("gathered_input", (sizes.tokens, width))
@@ -52,15 +68,32 @@ def row_parallel(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
         "row_parallel_gemm",
         [x],
         [out],
-        saves=[x],
+        saves=[x] if sizes.trains else [],
         temporaries=[partial] if scatters else [],
         backward_temporaries=[gathered] if scatters else [],
-        weight=(sizes.hidden, width),
+        weight=(sizes.hidden, width) if sizes.trains else None,
         library="te_gemm",
         flops=2 * sizes.tokens * width * sizes.hidden,
         # An all-reduce moves twice what a reduce-scatter does.
         communicated_bytes=sizes.from_tensor_ranks(partial.bytes) * (1 if scatters else 2),
     )
+    return adapted_row(tape, sizes, x, out)
+
+
+def gather_input(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
+    """All tokens of a norm's output that a fused linear returns beside its own (`return_layernorm_output_gathered`).
+
+    The linear keeps the shard, frozen or not.
+    """
+    full = tape.value("gathered_input", (sizes.tokens, width))
+    tape.op("gather", [x], [full], saves=[x], communicated_bytes=sizes.from_tensor_ranks(full.bytes))
+    return full
+
+
+def _frozen_gemm(tape: Tape, sizes: Sizes, x: Value, out_width: int) -> Value:
+    """`x` (tokens, width) times a frozen weight: nothing is saved, backward makes the input's gradient alone."""
+    out = tape.value("output", (sizes.tokens, out_width))
+    tape.op("column_parallel_gemm", [x], [out], library="te_gemm", flops=2 * sizes.tokens * x.shape[1] * out_width)
     return out
 
 

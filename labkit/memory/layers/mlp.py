@@ -14,7 +14,7 @@ def dense_mlp(tape: Tape, model: Model, sizes: Sizes, hidden: Value) -> Value:
     tape.parameter("linear_fc2.weight", (model.hidden_size, width))
     with tape.module("linear_fc1"):
         normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
-        gate_and_up = column_parallel(tape, sizes, normed, model.hidden_size, 2 * width)
+        gate_and_up = column_parallel(tape, sizes, normed, model.hidden_size, 2 * width, adapters=(width, width))
     with tape.module("@activation"):
         activation = swiglu(tape, sizes.tokens, gate_and_up, width)
     with tape.module("linear_fc2"):

@@ -27,8 +27,8 @@ def fused_rotary(tape: Tape, x: Value) -> Value:
 def rotary(tape: Tape, sizes: Sizes, x: Value, width: int, *, interleaved: bool = False) -> Value:
     """Rotated copy of `x` (tokens, heads, head width), its first `width` elements turned, the others passed on.
 
-    Saves cosine and sine (sequence, width) in the compute dtype (`_apply_rotary_pos_emb_bshd`). `interleaved` is
-    latent attention's order of the pairs, undone in a copy first (`mla_rotary_interleaved`).
+    Eager, it saves cosine and sine (sequence, width) in the compute dtype (`_apply_rotary_pos_emb_bshd`).
+    `interleaved` is latent attention's order of the pairs, undone in a copy first (`mla_rotary_interleaved`).
     """
     tokens, heads, head_width = x.shape
     turned, passed = (tokens, heads, width), (tokens, heads, head_width - width)
@@ -48,7 +48,7 @@ def rotary(tape: Tape, sizes: Sizes, x: Value, width: int, *, interleaved: bool 
         "rotate",
         [to_turn, cosine, sine],
         [rotated],
-        saves=[cosine, sine],
+        saves=[] if sizes.compiled else [cosine, sine],
         temporaries=[product, product],
         backward_temporaries=[product, half],
     )

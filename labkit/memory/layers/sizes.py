@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from labkit.workload import Workload
+from labkit.workload import Lora, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Sizes:
     hidden: int
     batch: int
     sequence: int
+    lora: Lora | None
+    """Weights are frozen and linears have adapters; None: weights train."""
 
     def from_tensor_ranks(self, nbytes: int) -> int:
         """Bytes of a tensor of `nbytes`, gathered or reduced over the tensor-parallel group, that others send."""
@@ -30,11 +32,29 @@ class Sizes:
         """Bytes of an all-to-all over the expert-parallel group that others send."""
         return nbytes * (self.ep - 1) // self.ep
 
+    @property
+    def trains(self) -> bool:
+        """Weights have gradients."""
+        return self.lora is None
+
+    @property
+    def adapter_rank(self) -> int:
+        """Inner width of the adapters."""
+        return 0 if self.lora is None else self.lora.rank
+
+    @property
+    def compiled(self) -> bool:
+        """Layers run under `torch.compile`."""
+        return self.lora is not None and self.lora.compile_layers
+
     @classmethod
     def of(cls, workload: Workload) -> Self:
         """The sizes of a workload."""
         layout, batch = workload.parallelism, workload.batch
         tokens = batch.micro_batch_size * batch.seq_length
+        if workload.training.runtime == "lora":
+            busiest = batch.sequences.busiest_rank_rows
+            tokens = -(-tokens // layout.cp) if busiest is None else busiest
         return cls(
             tokens=tokens,
             shard=tokens // layout.sp,
@@ -44,5 +64,6 @@ class Sizes:
             world_size=layout.world_size,
             hidden=workload.model.hidden_size,
             batch=batch.micro_batch_size,
-            sequence=batch.seq_length,
+            sequence=batch.seq_length if workload.training.runtime == "megatron" else tokens,
+            lora=workload.training.lora,
         )

@@ -1,0 +1,83 @@
+"""LoRA adapters beside frozen linears, as OpenPipe ART's Megatron runtime adds them.
+
+An adapter reads the linear's whole input, and keeps it together with its projection to the adapter's rank; its output
+is added to the linear's. Parts of a fused linear (query, key and value; gate and up) have an adapter each.
+"""
+
+from collections.abc import Sequence
+
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.tape import Tape, Value
+
+
+def adapted(tape: Tape, sizes: Sizes, x: Value, shard: Value, base: Value, parts: Sequence[int]) -> Value:
+    """`base` (rows, out) plus the adapters of its parts, of widths `parts`, that read `x` (rows, width).
+
+    `shard` is the rank's part of `x`. Eager, the parts are laid side by side before they are added, and columns without
+    an adapter get zeros; compiled, one kernel reads them where they are.
+    """
+    if not _adapts(tape, sizes):
+        return base
+    outputs = [_adapter(tape, sizes, x, shard, part, str(number)) for number, part in enumerate(parts)]
+    total = tape.value("adapted_output", base.shape)
+    if sizes.compiled or len(parts) == 1:
+        tape.op("add_adapters", [base, *outputs], [total], aliases=True)
+        tape.hold([x])
+        return total
+    joined = tape.value("adapter_outputs", base.shape)
+    tape.op("concatenate", outputs, [joined])
+    tape.op("add_adapters", [base, joined], [total], aliases=True)
+    tape.hold([x, base, joined])
+    return total
+
+
+def adapted_row(tape: Tape, sizes: Sizes, x: Value, base: Value) -> Value:
+    """`base` (shard rows, hidden) plus the adapter that reads `x` (tokens, width per rank), reduced like the base."""
+    if not _adapts(tape, sizes):
+        return base
+    output = _adapter(tape, sizes, x, x, sizes.hidden, "")
+    if sizes.sp > 1:
+        shard = tape.value("reduced_adapter_output", base.shape)
+        tape.op("reduce_scatter", [output], [shard])
+        output = shard
+    total = tape.value("adapted_output", base.shape)
+    tape.op("add_adapter", [base, output], [total], aliases=True)
+    return total
+
+
+def _adapter(tape: Tape, sizes: Sizes, x: Value, shard: Value, out_width: int, name: str) -> Value:
+    """`x` (rows, width) times A and B: (rows, out_width).
+
+    Keeps x A, and its input: whole, or under `regather` the rank's shard, which backward gathers again.
+    """
+    rank, (rows, width) = sizes.adapter_rank, x.shape
+    tape.parameter(f"adapter{name}.A", (rank, width), trainable=True)
+    tape.parameter(f"adapter{name}.B", (out_width, rank), trainable=True)
+    regathers = sizes.lora is not None and sizes.lora.regather and shard is not x
+    source, whole = (shard, [tape.buffer("gathered_input", x.shape)]) if regathers else (x, [])
+    down = tape.value("adapter_down", (rows, rank))
+    tape.op(
+        "adapter_a",
+        [source],
+        [down],
+        saves=[source],
+        backward_temporaries=whole,
+        weight=(rank, width),
+        library="aten_matmul",
+    )
+    out = tape.value("adapter_output", (rows, out_width))
+    unscaled = tape.buffer("unscaled_output", (rows, out_width))
+    tape.op(
+        "adapter_b",
+        [down],
+        [out],
+        saves=[down],
+        temporaries=[] if sizes.compiled else [unscaled],
+        weight=(out_width, rank),
+        library="aten_matmul",
+    )
+    return out
+
+
+def _adapts(tape: Tape, sizes: Sizes) -> bool:
+    return sizes.lora is not None and sizes.lora.adapts(tape.module_path.rpartition(".")[2])

@@ -1,0 +1,71 @@
+"""Rules of the `lora` runtime and of packed batches (see `labkit.workload.rules`)."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from labkit.workload.finding import Finding
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+
+def lora_findings(workload: "Workload") -> Iterator[Finding]:
+    """Every such rule the workload breaks."""
+    training, packed = workload.training, workload.batch.packed
+    if training.runtime == "megatron":
+        if training.lora is not None:
+            remedy = "set training.runtime: lora or leave it out"
+            yield Finding("error", "training.lora", "the megatron runtime has no adapters", remedy)
+        if packed is not None:
+            remedy = "set training.runtime: lora or leave it out"
+            yield Finding("error", "batch.packed", "only the lora runtime packs sequences here", remedy)
+        return
+    if training.lora is None:
+        yield Finding("error", "training.lora", "the lora runtime needs it", "give training.lora.rank")
+    yield from _not_priced(workload)
+    if packed is not None:
+        yield from _packed(workload)
+
+
+def _not_priced(workload: "Workload") -> Iterator[Finding]:
+    """What the layers of this runtime have no rows for."""
+    model, layout = workload.model, workload.parallelism
+    mixers = {layer.mixer for layer in model.layers}
+    refused = {
+        "model.multi_latent_attention": "mla" in mixers,
+        "model.mixture_of_experts": model.mixture_of_experts is not None,
+        "model.hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
+        "model.mtp_num_layers": model.mtp_num_layers is not None,
+        "model.normalization": model.normalization != "RMSNorm",
+        "model.gated_linear_unit": not model.gated_linear_unit,
+        "model.activation_func": model.activation_func != "silu",
+        "model.add_bias_linear": model.add_bias_linear,
+        "model.add_qkv_bias": model.add_qkv_bias,
+        "model.qk_layernorm": not model.qk_layernorm,
+        "model.position_embedding_type": model.position_embedding_type != "rope",
+        "parallelism.pipeline_model_parallel_size": layout.pp != 1,
+        "parallelism.virtual_pipeline_model_parallel_size": layout.vpp != 1,
+    }
+    for field, broken in refused.items():
+        if broken:
+            reason = "the lora runtime is priced for transformer layers of normed gated attention or gated delta nets"
+            yield Finding("error", field, reason, "use training.runtime: megatron")
+
+
+def _packed(workload: "Workload") -> Iterator[Finding]:
+    batch, packed, cp = workload.batch, workload.batch.sequences, workload.parallelism.cp
+    if batch.micro_batch_size != 1:
+        reason = "packed sequences lie in one row of the batch"
+        yield Finding("error", "batch.micro_batch_size", reason, "set it to 1")
+    if packed.shared_prefix >= min(packed.lengths):
+        reason = f"the shortest sequence has {min(packed.lengths)} tokens, and some must follow the prefix"
+        yield Finding("error", "batch.packed.shared_prefix", reason, f"use at most {min(packed.lengths) - 1}")
+    elif batch.seq_length < packed.rows:
+        reason = f"the packed sequences have {packed.rows} tokens"
+        tp = workload.parallelism.tp
+        yield Finding("error", "batch.seq_length", reason, f"set it to {-(-packed.rows // tp) * tp}")
+    busiest = packed.busiest_rank_rows
+    if busiest is not None and not batch.seq_length <= busiest * cp <= batch.seq_length * cp:
+        reason = f"{busiest} rows are no share that the busiest of {cp} ranks can have of {batch.seq_length}"
+        even = -(-batch.seq_length // cp)
+        yield Finding("error", "batch.packed.busiest_rank_rows", reason, f"use {even} to {batch.seq_length}")

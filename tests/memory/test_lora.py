@@ -1,0 +1,135 @@
+"""The `lora` runtime: adapters on a frozen base, packed sequences, and the rules that go with them."""
+
+from typing import Any
+
+import pytest
+
+from labkit.errors import InputError, WorkError
+from labkit.memory.estimate import Estimate, estimate
+from labkit.workload import Workload
+
+HIDDEN, LAYERS, ROWS, TENSOR_RANKS = 512, 4, 1024, 2
+
+
+def tuned(**changes: Any) -> Workload:
+    """A small hybrid under the lora runtime, dotted fields changed (`__` for dots)."""
+    mapping: dict[str, Any] = {
+        "model": {
+            "name": "hybrid",
+            "num_layers": LAYERS,
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": 1536,
+            "num_attention_heads": 8,
+            "num_query_groups": 2,
+            "kv_channels": 64,
+            "vocab_size": 1000,
+            "attention_output_gate": True,
+            "qk_layernorm": True,
+            "rotary_percent": 0.25,
+            "gated_delta_net": {
+                "linear_attention_freq": 4,
+                "linear_key_head_dim": 64,
+                "linear_value_head_dim": 64,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 8,
+            },
+        },
+        "parallelism": {
+            "world_size": TENSOR_RANKS,
+            "tensor_model_parallel_size": TENSOR_RANKS,
+            "sequence_parallel": True,
+        },
+        "batch": {"seq_length": ROWS, "global_batch_size": 1, "packed": {"lengths": [512, 512]}},
+        "training": {"runtime": "lora", "lora": {"rank": 1, "optimizer_step": False}},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = mapping
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+    return Workload.from_mapping(mapping)
+
+
+@pytest.fixture(scope="module")
+def base() -> Estimate:
+    return estimate(tuned())
+
+
+def test_base_weights_have_no_gradients_and_no_optimizer(base: Estimate) -> None:
+    kinds = {row.kind for row in base.ledger.between_steps().rows}
+    assert "gradients" not in kinds
+    assert "optimizer" not in kinds
+
+
+def test_only_adapters_are_optimized() -> None:
+    between = estimate(tuned(training__lora__optimizer_step=True)).ledger.between_steps()
+    optimized = {row.module for row in between.rows if row.kind == "optimizer" and row.module != "optimizer"}
+    assert optimized
+    assert all("adapter" in module for module in optimized)
+
+
+def test_ends_the_step_as_it_began(base: Estimate) -> None:
+    ledger = base.ledger
+    assert ledger.at(ledger.rows[-1].born + 10**9).total() == ledger.between_steps().total()
+
+
+def test_regathering_drops_every_gathered_input(base: Estimate) -> None:
+    """One whole norm output for each column-parallel linear: its mixer's and its MLP's in every layer."""
+    saved = base.retained_bytes - estimate(tuned(training__lora__regather=True)).retained_bytes
+    assert saved == 2 * LAYERS * ROWS * HIDDEN * 2
+
+
+def test_a_linear_without_adapter_keeps_less(base: Estimate) -> None:
+    chosen = estimate(tuned(training__lora__target_modules=["linear_qkv", "in_proj"]))
+    names = {row.module.rpartition(".")[2] for row in chosen.ledger.rows if row.tensor == "adapter_down"}
+    assert names == {"linear_qkv", "in_proj"}
+    assert chosen.retained_bytes < base.retained_bytes
+
+
+def test_compiled_layers_keep_less_than_eager_ones(base: Estimate) -> None:
+    assert estimate(tuned(training__lora__compile_layers=True)).retained_bytes < base.retained_bytes
+
+
+def test_a_shared_prefix_is_computed_once_and_handed_out_twice(base: Estimate) -> None:
+    packed = {"lengths": [640, 640], "shared_prefix": 256}
+    shared = estimate(tuned(batch__packed=packed))
+    layers = [row for row in shared.ledger.retained().rows if row.layer is not None]
+    assert sum(row.bytes for row in layers) == pytest.approx(
+        sum(row.bytes for row in base.ledger.retained().rows if row.layer is not None), rel=0.01
+    )
+    outputs = [row for row in shared.ledger.retained().rows if row.module == "outputs"]
+    assert sum(row.bytes for row in outputs) == 1280 * HIDDEN * 2
+
+
+def test_every_segment_keeps_its_state() -> None:
+    """An fp32 state of each value head, and the convolution's last inputs."""
+    two, eight = (estimate(tuned(batch__packed={"lengths": lengths})) for lengths in ([512] * 2, [128] * 8))
+    states, convolved = 4 * 64 * 64 * 4, (2 * 2 * 64 + 4 * 64) * 3 * 2
+    deltas = 3
+    assert eight.retained_bytes - two.retained_bytes == pytest.approx(
+        deltas * 6 * (states + convolved), abs=deltas * 512
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"training__runtime": "megatron"}, "training.lora: the megatron runtime has no adapters"),
+        ({"training__lora": None}, "training.lora: the lora runtime needs it"),
+        ({"batch__packed": {"lengths": [512, 1000]}}, "batch.seq_length: the packed sequences have 1512 tokens"),
+        ({"batch__packed": {"lengths": [512, 100], "shared_prefix": 100}}, "batch.packed.shared_prefix"),
+        ({"batch__packed": {"lengths": [512, 512], "busiest_rank_rows": 100}}, "batch.packed.busiest_rank_rows"),
+        ({"model__qk_layernorm": False}, "model.qk_layernorm: the lora runtime is priced for"),
+    ],
+)
+def test_says_in_one_sentence_what_cannot_be(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        tuned(**changes)
+
+
+def test_the_trace_refuses_it() -> None:
+    from labkit.drivers.trace.server import TraceServer
+
+    with pytest.raises(WorkError, match="use labkit estimate"):
+        TraceServer().run(tuned())
