@@ -6,26 +6,35 @@ from typing import Literal
 from labkit.allocator import simulate
 from labkit.ledger import Ledger
 from labkit.memory.book import Book
+from labkit.memory.outline import outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
+from labkit.memory.steps import run_steps
 from labkit.memory.units import chunks, loss_chunk, parameters
 from labkit.memory.writer import Writer
 from labkit.summary import Result, Summary
 from labkit.workload import Workload
 
-ITERATIONS = 2
-"""The first step lacks optimizer moments and library workspaces; the second is steady."""
-
 
 class Estimate(Result):
-    """An estimated ledger of rank 0, and what its recompute choice replays."""
+    """An estimated ledger of one rank, and what its recompute choice replays."""
 
     certainty: Literal["estimated"] = "estimated"
+
+    def __init__(self, workload: Workload, stage: int) -> None:
+        model, book = chunks(workload, stage), Book()
+        state = State([parameters(chunk) for chunk in model], workload, stage)
+        run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
+        simulated = simulate(book.events)
+        rank = stage * (workload.parallelism.world_size // workload.parallelism.pp)
+        ledger = Ledger(book.rows(rank, simulated.block_bytes), book.moments)
+        super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=simulated.reserved[-1][1])
+        self.stage = stage
 
     @cached_property
     def replay(self) -> Replay:
         """Work that backward repeats each step."""
-        return replay(chunks(self.workload), self.workload)
+        return replay(chunks(self.workload, self.stage), self.workload)
 
     @cached_property
     def ranged(self) -> Summary:
@@ -41,11 +50,15 @@ class Estimate(Result):
         return self.ranged._repr_html_()
 
 
-def estimate(workload: Workload) -> Estimate:
-    """Estimate what rank 0 of `workload` holds over two training steps, balanced routing assumed.
+def estimate(workload: Workload, stage: int | None = None) -> Estimate:
+    """Estimate what a rank of `workload` holds over two training steps.
 
     Every layer is played forward and backward in Megatron's order (`labkit.memory.units`), and the allocations
     go through the caching allocator's rules (`labkit.allocator`) to count blocks as a GPU would.
+
+    Args:
+        workload: what is run.
+        stage: the pipeline stage whose first rank is priced; None: the stage that holds most.
 
     Known limitations: workspaces inside cuDNN kernels and NCCL buffers are not priced; compiled regions
     (`jit_fuser`) are taken to keep no intermediate.
@@ -54,32 +67,10 @@ def estimate(workload: Workload) -> Estimate:
     >>> round(estimate(Workload.load("data/workloads/moonlight-16b.yaml")).peak_allocated_bytes / 2**30)
     34
     """
-    model = chunks(workload)
-    loss = loss_chunk(workload) if workload.training.runtime == "lora" else None
-    book = Book()
-    writer = Writer(book)
-    state = State(parameters(model), workload)
-    book.enter(0, "setup")
-    state.set_up(book)
-    for iteration in range(1, ITERATIONS + 1):
-        state.zero_gradients(book)
-        for _ in range(workload.distinct_microbatches):
-            book.enter(iteration, "forward")
-            outputs = writer.forward(model[0], 0, 0)
-            book.enter(iteration, "backward")
-            gradient = -1
-            if loss is not None:
-                writer.forward(loss, 1, 0, outputs)
-                gradient = writer.backward(loss, 1, 0)
-            writer.backward(model[0], 0, 0, gradient)
-            writer.caller_lets_go(1)
-        if workload.training.steps_optimizer:
-            book.enter(iteration, "grad_sync")
-            state.sync_gradients(book)
-            book.enter(iteration, "optimizer")
-            state.step(book)
-    simulated = simulate(book.events)
-    rows = list(book.rows(0, simulated.block_bytes))
-    return Estimate(
-        workload, Ledger(rows, book.moments), rank=0, peak_reserved_bytes=max(level for _, level in simulated.reserved)
-    )
+    return Estimate(workload, fullest_stage(workload) if stage is None else stage)
+
+
+def fullest_stage(workload: Workload) -> int:
+    """The pipeline stage whose tensors peak highest; the first of equals."""
+    stages = range(workload.parallelism.pp)
+    return max(stages, key=lambda stage: outline(workload, stage).peak_bytes) if len(stages) > 1 else 0

@@ -93,6 +93,7 @@ class _Player:
         """The backward pass of that forward."""
         tape = self._tape
         self._steps = self.script.backward
+        self.script.gradient_out_held = gradient_held
         if tape.exit is not None:
             gradient = self._gradients[tape.exit] = _Storage(GRADIENT_OUT)
             gradient.held = int(gradient_held)
@@ -176,6 +177,10 @@ class _Player:
 
     def _cache(self, op: Op) -> None:
         for value in op.outputs:
+            if op.layer is None:
+                # One module outside the layers: its one entry stays.
+                self._open_once(f"{op.module} {value.name}", Buffer(value.name, value.shape, value.dtype), value.module)
+                continue
             slot = self._slot(value, value.name)
             self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches)
             self._steps.append((CACHE, slot, f"{op.name} {value.name}"))

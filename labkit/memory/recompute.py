@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from labkit.memory.tape import Tape
-from labkit.workload import Workload
+from labkit.workload import Recompute
 
 Verb = Literal["checkpoint", "discard"]
 _LAYER_DOTS = 2
@@ -82,13 +82,12 @@ def regions(tape: Tape, labels: Iterable[str], *, checkpointed: bool = False) ->
     return sorted(found, key=lambda region: (region.first, -region.last))
 
 
-def checkpoints(workload: Workload, layers: int) -> list[tuple[int, bool]]:
+def checkpoints(choice: Recompute, layers: int) -> list[tuple[int, bool]]:
     """Full recompute's split of a block of layers: (number of layers, whether one checkpoint covers them), in order.
 
     Source: `TransformerBlock._checkpointed_forward`: uniform chunks, or the first layers one by one. Without full
     recompute every layer stands alone.
     """
-    choice = workload.recompute
     number = choice.recompute_num_layers or 1
     if choice.recompute_granularity != "full":
         return [(1, False)] * layers
@@ -100,13 +99,13 @@ def checkpoints(workload: Workload, layers: int) -> list[tuple[int, bool]]:
 def _spans(tape: Tape) -> dict[str, tuple[int, int]]:
     """First and last operation of every module path."""
     spans: dict[str, tuple[int, int]] = {}
-    for index, op in enumerate(tape.ops):
-        path = op.module
-        while path and path not in spans:
-            spans[path] = (index, index)
-            path = path.rpartition(".")[0]
-        path = op.module
+    module, first = "", 0
+    for index, op in enumerate([*tape.ops, None]):
+        if op is not None and op.module == module:
+            continue
+        path = module
         while path:
-            spans[path] = (spans[path][0], index)
+            spans[path] = (spans[path][0] if path in spans else first, index - 1)
             path = path.rpartition(".")[0]
+        module, first = "" if op is None else op.module, index
     return spans

@@ -29,7 +29,7 @@ def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
     gpu = GPUS[workload.training.gpu]
     flops = hbm = communicated = 0
     seconds = 0.0
-    for unit in (unit for chunk in model for unit in chunk):
+    for unit in (unit for chunk in model for unit in chunk.units):
         for index in {index for region in unit.regions for index in range(region.first, region.last + 1)}:
             op = unit.tape.ops[index]
             traffic = _traffic(op, unit.tape)

@@ -6,7 +6,9 @@ MLP, the head, or a run of whole layers that one checkpoint covers. Units of one
 `labkit.memory.levels` sums them up without one.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from labkit.ledger import Certainty
@@ -47,7 +49,7 @@ class Slot(NamedTuple):
     """For a cache: how many fit."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Script:
     """What one pass of a unit does; steps are (code, slot, key)."""
 
@@ -58,6 +60,64 @@ class Script:
     """Slot of the residual stream it writes; None: it ends in the loss, or hands on nothing."""
     gradient_in: int | None = None
     """Slot of the gradient of the residual stream it reads."""
+    gradient_out_held: bool = False
+    """The unit behind holds the gradient it hands over, see `gradient_in_held`."""
     gradient_in_held: bool = False
     """A module attribute of this unit holds that gradient too: the unit before cannot overwrite it."""
     parameters: list[Parameter] = field(default_factory=list)
+
+    @cached_property
+    def caches(self) -> list[tuple[str, int]]:
+        """Cache and number of entries of each use of one in a forward."""
+        return [(key, self.slots[slot].entries) for code, slot, key in self.forward if code == CACHE]
+
+    @cached_property
+    def once(self) -> dict[bool, frozenset[str]]:
+        """Keys of what a pass (False forward, True backward) allocates if the process has not yet."""
+        return {
+            backward: frozenset(key for code, _, key in steps if code == ONCE)
+            for backward, steps in ((False, self.forward), (True, self.backward))
+        }
+
+    @cached_property
+    def frees(self) -> dict[bool, dict[int, list[int]]]:
+        """Slots that each step of a pass (False forward, True backward) frees when passes follow one another.
+
+        What a LET_GO in forward frees is the last micro-batch's. Found by going through two micro-batches.
+        """
+        held: dict[str, list[tuple[int, int]]] = {}
+        holds: Counter[tuple[int, int]] = Counter()
+        done: set[tuple[int, int]] = set()
+        found: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
+        attributes = any(code == HOLD for code, _, _ in (*self.forward, *self.backward))
+        for microbatch in range(2 if attributes else 1):
+            for backward, steps in ((False, self.forward), (True, self.backward)):
+                for position, (code, slot, key) in enumerate(steps):
+                    tensor = microbatch, slot
+                    if code == HOLD:
+                        held.setdefault(key, []).append(tensor)
+                        holds[tensor] += 1
+                    elif code == CLOSE:
+                        kept = (attributes and holds[tensor]) or (self.gradient_out_held and slot == GRADIENT_OUT)
+                        if kept:
+                            done.add(tensor)
+                        found[backward][position] = [] if kept else [slot]
+                    elif code == LET_GO:
+                        let_go = held.pop(key, [])
+                        holds.subtract(let_go)
+                        found[backward][position] = [each[1] for each in let_go if not holds[each] and each in done]
+            if self.gradient_in is not None:
+                # The unit before is done with it.
+                done.add((microbatch, self.gradient_in))
+            holds.subtract(held.pop(CALLER, []))
+        return found
+
+    @cached_property
+    def kept_by_caller(self) -> list[int]:
+        """Slots that are free when the caller lets go."""
+        return [slot for code, slot, key in self.forward if code == HOLD and key == CALLER]
+
+    @cached_property
+    def closed_in_forward(self) -> frozenset[int]:
+        """Slots that the forward pass is done with."""
+        return frozenset(slot for code, slot, _ in self.forward if code == CLOSE)

@@ -38,14 +38,17 @@ class Buffer:
     shards: tuple[Shard, ...]
 
 
-def buffers(parameters: Sequence[Parameter], workload: Workload) -> list[Buffer]:
-    """The DDP buffers of rank 0, dense parameters apart from expert ones, in Megatron's order."""
+def buffers(parameters: Sequence[Parameter], workload: Workload, *, bucketed: bool = True) -> list[Buffer]:
+    """The DDP buffers of a model chunk on data-parallel rank 0, dense parameters apart from expert ones.
+
+    In Megatron's order. `bucketed`: the chunk is the first of the first pipeline stage, others reduce in one piece.
+    """
     layout = workload.parallelism
     found: dict[bool, list[Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.expert, []).append(parameter)
     bucket_size = None
-    if workload.training.data_parallel.overlap_grad_reduce:
+    if bucketed and workload.training.data_parallel.overlap_grad_reduce:
         # DistributedDataParallel.__init__
         bucket_size = max(40_000_000, 1_000_000 * layout.dp)
     return [
@@ -93,10 +96,13 @@ def _buffer(name: str, parameters: list[Parameter], ranks: int, bucket_size: int
 class State:
     """Opens and closes the entries of one rank's static state."""
 
-    def __init__(self, parameters: Sequence[Parameter], workload: Workload) -> None:
-        self._parameters = parameters
-        trained = [parameter for parameter in parameters if parameter.trainable]
-        self._buffers = buffers(trained, workload) if workload.training.steps_optimizer else []
+    def __init__(self, chunks: Sequence[Sequence[Parameter]], workload: Workload, stage: int = 0) -> None:
+        """Of pipeline rank `stage`, whose model chunks have these parameters."""
+        self._parameters = [parameter for chunk in chunks for parameter in chunk]
+        self._buffers: list[Buffer] = []
+        for index, chunk in enumerate(chunks if workload.training.steps_optimizer else ()):
+            trained = [parameter for parameter in chunk if parameter.trainable]
+            self._buffers += buffers(trained, workload, bucketed=stage == index == 0)
         self._dtype = workload.training.precision
         self._optimizer = workload.training.optimizer
         self._gradient_dtype = "fp32" if workload.training.data_parallel.grad_reduce_in_fp32 else self._dtype

@@ -68,6 +68,8 @@ class Op:
 
     name: str
     module: str
+    """With markers (see `Tape.path`)."""
+    module_path: str
     layer: int | None
     kind: str
     inputs: tuple[Value, ...]
@@ -93,11 +95,6 @@ class Op:
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
     keeps: tuple[Value, ...]
     """Tensors that the caller of the model keeps until backward is done."""
-
-    @property
-    def module_path(self) -> str:
-        """The Megatron module it runs in: `module` without markers (see `Tape.path`)."""
-        return ".".join(name for name in self.module.split(".") if not name.startswith("@"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,34 +143,29 @@ class Tape:
     """The residual stream it writes; None: it ends in the loss."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
-    _path: list[str] = field(default_factory=list)
+    path: str = ""
+    """Dotted path of the current module, markers included.
+
+    A name that starts with `@` marks a stretch of a module's own code that recompute can name (its up-projection,
+    its activation); it is no Megatron module and not part of a value's `module`.
+    """
+    module_path: str = ""
+    """Dotted path of the current Megatron module."""
     _layer: int | None = None
     _kind: str = ""
 
     @contextmanager
     def module(self, name: str, kind: str | None = None, layer: int | None = None) -> Iterator[None]:
         """Everything recorded inside belongs to the submodule `name` (and, if given, to a kind and a layer)."""
-        kind_before, layer_before = self._kind, self._layer
-        self._path.append(name)
+        before = self.path, self.module_path, self._kind, self._layer
+        if name:
+            self.path = f"{self.path}.{name}" if self.path else name
+            if not name.startswith("@"):
+                self.module_path = f"{self.module_path}.{name}" if self.module_path else name
         self._kind = kind or self._kind
         self._layer = self._layer if layer is None else layer
         yield
-        self._path.pop()
-        self._kind, self._layer = kind_before, layer_before
-
-    @property
-    def path(self) -> str:
-        """Dotted path of the current module, markers included.
-
-        A name that starts with `@` marks a stretch of a module's own code that recompute can name (its up-projection,
-        its activation); it is no Megatron module and not part of a value's `module`.
-        """
-        return ".".join(filter(None, self._path))
-
-    @property
-    def module_path(self) -> str:
-        """Dotted path of the current Megatron module."""
-        return ".".join(name for name in self._path if name and not name.startswith("@"))
+        self.path, self.module_path, self._kind, self._layer = before
 
     def parameter(
         self,
@@ -244,6 +236,7 @@ class Tape:
             Op(
                 name,
                 self.path,
+                self.module_path,
                 self._layer,
                 self._kind,
                 tuple(inputs),

@@ -2,14 +2,16 @@
 
 from labkit.memory.book import Book
 from labkit.memory.script import CACHE, CALLER, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
+from labkit.memory.state import State
 from labkit.memory.units import Chunk, Unit
 
 
 class Writer:
-    """One process: its library workspaces, its caches, what its modules hold."""
+    """One process: its state, its library workspaces, its caches, what its modules hold."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, state: State) -> None:
         self._book = book
+        self._state = state
         self._once: set[str] = set()
         self._caches: dict[str, dict[str, int]] = {}
         self._held: dict[tuple[int, int, str], list[int]] = {}
@@ -20,35 +22,59 @@ class Writer:
         """Held entries that their pass is done with."""
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """Entries of each slot of each unit, by chunk and micro-batch."""
+        self._handed_on = -1
+        """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
 
-    def forward(self, chunk: Chunk, index: int, microbatch: int, hidden: int = -1) -> int:
-        """Forward pass of model chunk `index` from the entry `hidden`; returns the entry of its output."""
+    def enter(self, iteration: int, phase: str) -> None:
+        """A phase begins."""
+        self._book.enter(iteration, phase)
+
+    def set_up(self) -> None:
+        """Build the model, the gradient buffers and the optimizer."""
+        self._state.set_up(self._book)
+
+    def zero_gradients(self) -> None:
+        """A step begins."""
+        self._state.zero_gradients(self._book)
+
+    def sync_gradients(self) -> None:
+        """Gradients are reduced."""
+        self._state.sync_gradients(self._book)
+
+    def step(self) -> None:
+        """The optimizer steps."""
+        self._state.step(self._book)
+
+    def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
-        for position, unit in enumerate(chunk):
+        hidden = self._handed_on
+        for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
             frames.append(frame)
             self._run(unit, unit.script.forward, frame, (index, position))
             if unit.script.output is not None:
                 hidden = frame[unit.script.output]
-        return hidden
+        self._handed_on = hidden
 
-    def backward(self, chunk: Chunk, index: int, microbatch: int, gradient: int = -1) -> int:
-        """Backward pass of that forward from the output's gradient; returns the entry of its input's."""
+    def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Backward pass of that forward."""
+        gradient = self._handed_on
         frames = self._frames.pop((index, microbatch))
-        for position in range(len(chunk) - 1, -1, -1):
-            unit, frame = chunk[position], frames[position]
+        for position in range(len(chunk.units) - 1, -1, -1):
+            unit, frame = chunk.units[position], frames[position]
             frame[GRADIENT_OUT] = gradient
             self._run(unit, unit.script.backward, frame, (index, position))
             if unit.script.gradient_in is not None:
                 gradient = frame[unit.script.gradient_in]
-        return gradient
+        self._handed_on = gradient
 
-    def caller_lets_go(self, index: int) -> None:
-        """The caller drops what it has kept of model chunk `index`."""
-        for key in [key for key in self._held if key[0] == index and key[2] == CALLER]:
-            for number in self._held.pop(key):
+    def caller_lets_go(self, chunk: Chunk, index: int) -> None:
+        """The caller drops what it has kept of chunk `index`."""
+        for position in range(len(chunk.units)):
+            for number in self._held.pop((index, position, CALLER), ()):
                 self._let_go(number)
 
     def _run(self, unit: Unit, steps: list[tuple[int, int, str]], frame: list[int], at: tuple[int, int]) -> None:

@@ -47,6 +47,11 @@ class Parallelism(Part):
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
+    def microbatch_group(self) -> int:
+        """Micro-batches a model chunk runs in a row."""
+        return self.microbatch_group_size_per_vp_stage or self.pp
+
+    @property
     def cp(self) -> int:
         """Context-parallel ranks."""
         return self.context_parallel_size

@@ -122,7 +122,7 @@ class Workload(Part):
         layout = self.parallelism
         if layout.vpp == 1:
             return min(self.num_microbatches, layout.pp + 1)
-        group = layout.microbatch_group_size_per_vp_stage or layout.pp
+        group = layout.microbatch_group
         enough = 2 * group + -(-2 * layout.pp // layout.vpp)
         # The last group stays as short as it is.
         enough += (self.num_microbatches - enough) % group

@@ -78,6 +78,25 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     return tape
 
 
+def record_received(workload: Workload, sizes: Sizes) -> Tape:
+    """What a later pipeline stage begins with: the residual stream it receives (`p2p_communication.recv_forward`)."""
+    tape = Tape(workload.training.precision)
+    with tape.module("pipeline", kind="pipeline"):
+        tape.exit = tape.value("received", (sizes.shard, sizes.hidden))
+        tape.op("recv_forward", [], [tape.exit])
+    return tape
+
+
+def record_sent(workload: Workload, sizes: Sizes) -> Tape:
+    """What an earlier stage ends with: what it sends is freed, its gradient received (`deallocate_output_tensor`)."""
+    tape = Tape(workload.training.precision)
+    tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    with tape.module("pipeline", kind="pipeline"):
+        sent = tape.view(tape.entry, "sent", tape.entry.shape)
+        tape.op("send_forward", [tape.entry], [sent], aliases=True)
+    return tape
+
+
 def record_back(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs after its layers: final norm, head, loss; in the `lora` runtime the outputs."""
     tape = _tape(workload)

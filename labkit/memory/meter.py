@@ -1,0 +1,297 @@
+"""Sums scripts up without writing rows: the level of live bytes, and its peak in each phase.
+
+A `Meter` is moved like a `labkit.memory.writer.Writer` and agrees with it to the byte, at the cost of the distinct
+kinds of units: a unit's passes are summed once, and equal stretches of the model change the level by equal amounts.
+Bytes may be arrays over the lengths of a sweep.
+
+Known limitation: of several micro-batches in flight, what a module's attributes keep is taken to go with its backward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, reduce
+from typing import Any, Literal, NamedTuple, Protocol
+
+from labkit.memory.script import CACHE, CLOSE, LET_GO, ONCE, OPEN, Script
+from labkit.memory.units import Chunk, Unit
+
+CacheUse = Literal["hit", "grow", "churn"]
+"""A module finds its entry; adds one; adds one and evicts the oldest."""
+Earlier = Literal["none", "running", "over"]
+"""How far an earlier micro-batch is whose tensors module attributes keep."""
+type Steps = Sequence[tuple[int, int]]
+"""(slot, 1 or -1): allocations and frees."""
+
+
+class Change(NamedTuple):
+    """What a stretch of work does to the level, relative to where it begins: bytes, or arrays of them."""
+
+    peak: Any
+    net: Any
+
+
+NOTHING = Change(0, 0)
+
+
+class Numbers(Protocol):
+    """How bytes are counted: one number, or in a sweep an array over lengths."""
+
+    def size(self, nbytes: Any) -> Any:
+        """What a tensor's bytes count as."""
+
+    def sizes(self, script: Script) -> Any:
+        """The sizes of a script's slots."""
+
+    def larger(self, one: Any, other: Any) -> Any:
+        """The larger one, element by element."""
+
+    def total(self, sizes: Any, steps: Steps) -> Change:
+        """What the steps come to."""
+
+
+class Integers:
+    """One workload's bytes."""
+
+    def __init__(self, size: Callable[[int], int]) -> None:
+        self.size = size
+
+    def sizes(self, script: Script) -> list[int]:
+        """See `Numbers`."""
+        return [self.size(slot.bytes) for slot in script.slots]
+
+    def larger(self, one: int, other: int) -> int:
+        """See `Numbers`."""
+        return max(one, other)
+
+    def total(self, sizes: list[int], steps: Steps) -> Change:
+        """See `Numbers`."""
+        level = peak = 0
+        for slot, sign in steps:
+            level += sign * sizes[slot]
+            peak = max(peak, level)
+        return Change(peak, level)
+
+
+class _Meters:
+    """The changes that a script's passes make, each summed on first use."""
+
+    def __init__(self, script: Script, numbers: Numbers) -> None:
+        self._script = script
+        self._numbers = numbers
+        self._sizes = numbers.sizes(script)
+        self._changes: dict[object, Change] = {}
+        self.caches = script.caches
+        self.once = script.once
+
+    def forward(self, earlier: Earlier, cache: CacheUse, opens: frozenset[str]) -> Change:
+        """A forward pass; `opens`: what the process allocates in it for the first time."""
+        key = earlier, cache, opens
+        if key not in self._changes:
+            steps = list(_forward_steps(self._script, earlier, cache, opens))
+            self._changes[key] = self._numbers.total(self._sizes, steps)
+        return self._changes[key]
+
+    def backward(self, let_go: bool, opens: frozenset[str]) -> Change:
+        """A backward pass; `let_go`: a later forward has taken the attributes that held this micro-batch's tensors."""
+        key = let_go, opens
+        if key not in self._changes:
+            steps = list(_backward_steps(self._script, let_go, opens))
+            self._changes[key] = self._numbers.total(self._sizes, steps)
+        return self._changes[key]
+
+    @cached_property
+    def kept_by_caller(self) -> Any:
+        """What the caller keeps of a micro-batch until its backward is done."""
+        return sum(self._sizes[slot] for slot in self._script.kept_by_caller)
+
+    @cached_property
+    def left_by_attributes(self) -> Any:
+        """What a forward pass frees of an earlier micro-batch that is over."""
+        frees, forward = self._script.frees[False], self._script.forward
+        return sum(self._sizes[slot] for at, freed in frees.items() if forward[at][0] == LET_GO for slot in freed)
+
+
+def _forward_steps(
+    script: Script, earlier: Earlier, cache: CacheUse, opens: frozenset[str]
+) -> Iterator[tuple[int, int]]:
+    frees = script.frees[False]
+    for position, (code, slot, key) in enumerate(script.forward):
+        if code == OPEN or (code == ONCE and key in opens):
+            yield slot, 1
+        elif code == CLOSE or (code == LET_GO and earlier == "over"):
+            for freed in frees[position]:
+                yield freed, -1
+        elif code == LET_GO and earlier == "running":
+            # What its own forward is done with; the rest its backward still needs.
+            for freed in frees[position]:
+                if freed in script.closed_in_forward:
+                    yield freed, -1
+        elif code == CACHE and cache != "hit":
+            yield slot, 1
+            if cache == "churn":
+                yield slot, -1
+
+
+def _backward_steps(script: Script, let_go: bool, opens: frozenset[str]) -> Iterator[tuple[int, int]]:
+    frees = script.frees[True]
+    for position, (code, slot, key) in enumerate(script.backward):
+        if code == OPEN or (code == ONCE and key in opens):
+            yield slot, 1
+        elif code == CLOSE and let_go:
+            yield slot, -1
+        elif code == CLOSE or (code == LET_GO and not let_go):
+            for freed in frees[position]:
+                yield freed, -1
+
+
+class Pool:
+    """Meters of scripts, made on first use; several `Meter` objects may share one."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+        self._meters: dict[int, tuple[Script, _Meters]] = {}
+
+    def of(self, unit: Unit) -> _Meters:
+        """The meters of a unit's script."""
+        key = id(unit.script)
+        if key not in self._meters:
+            # The script is kept so that no other can take its id.
+            self._meters[key] = unit.script, _Meters(unit.script, self.numbers)
+        return self._meters[key][1]
+
+
+class Meter:
+    """The level of one rank's live bytes."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.level: Any = 0
+        self.peak: Any = 0
+        self._larger = pool.numbers.larger
+        self._of = pool.of
+        self._once: set[str] = set()
+        self._used: dict[str, int] = {}
+        """Modules that have an entry in a cache, or had."""
+        self._warm: set[int] = set()
+        """Chunks that have run a forward: their modules have used their caches."""
+        self._has_run_backward: set[int] = set()
+        self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
+        """What passes of a chunk do that are not its first."""
+        self._latest: dict[int, int] = {}
+        """Micro-batch of a chunk's latest forward."""
+        self._running: set[tuple[int, int]] = set()
+        """Chunk and micro-batch of forwards whose backward is to come."""
+        self._let_go: set[tuple[int, int]] = set()
+        """Those among them whose modules have run another forward since."""
+
+    def start_phase(self) -> None:
+        """The peak of what follows counts from here."""
+        self.peak = self.level
+
+    def add(self, change: Change) -> None:
+        """Something happens to the level."""
+        self.peak = self._larger(self.peak, self.level + change.peak)
+        self.level = self.level + change.net
+
+    def forward(self, chunk: Chunk, index: int, microbatch: int) -> Any:
+        """Forward pass of model chunk `index`; returns the bytes it leaves for its backward."""
+        before, latest = self.level, self._latest.get(index)
+        earlier: Earlier = "none" if latest is None else "over"
+        if latest is not None and (index, latest) in self._running:
+            earlier = "running"
+            self._let_go.add((index, latest))
+        self._latest[index] = microbatch
+        self._running.add((index, microbatch))
+        if earlier == "over":
+            before = before - self._attributes(chunk)
+        if index in self._warm:
+            self._again((chunk, earlier), lambda: self._stretches_forward(chunk, earlier, warm=True))
+        else:
+            self._stretches_forward(chunk, earlier, warm=False)
+            self._warm.add(index)
+        return self.level - before
+
+    def _stretches_forward(self, chunk: Chunk, earlier: Earlier, *, warm: bool) -> None:
+        for units, times in chunk.stretches:
+            meters = [self._of(unit) for unit in units]
+            left = times
+            while left:
+                uses = [(each, self._use(each, warm), self._opens(each.once[False])) for each in meters]
+                self._together([each.forward(earlier, use, opens) for each, use, opens in uses])
+                left -= 1
+                alike = self._alike(meters, left, warm)
+                uses = [(each, self._use(each, warm, alike), frozenset()) for each in meters]
+                self._together([each.forward(earlier, use, opens) for each, use, opens in uses], alike)
+                left -= alike
+
+    def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Backward pass of that forward."""
+        self._running.remove((index, microbatch))
+        let_go = (index, microbatch) in self._let_go
+        self._let_go.discard((index, microbatch))
+        if index in self._has_run_backward:
+            self._again((chunk, let_go), lambda: self._stretches_backward(chunk, let_go))
+        else:
+            self._stretches_backward(chunk, let_go)
+            self._has_run_backward.add(index)
+
+    def caller_lets_go(self, chunk: Chunk, index: int) -> None:  # noqa: ARG002 (all chunks alike)
+        """The caller drops what it has kept of a chunk."""
+        self.level = self.level - sum(self._of(unit).kept_by_caller for unit in chunk.units)
+
+    def _stretches_backward(self, chunk: Chunk, let_go: bool) -> None:
+        for units, times in reversed(chunk.stretches):
+            meters = [self._of(unit) for unit in reversed(units)]
+            self._together([each.backward(let_go, self._opens(each.once[True])) for each in meters])
+            self._together([each.backward(let_go, frozenset()) for each in meters], times - 1)
+
+    def _again(self, key: tuple[Chunk, Earlier | bool], run: Callable[[], None]) -> None:
+        """A pass that opens nothing for the first time changes the level as the last such pass did."""
+        if key not in self._passes:
+            peak, level = self.peak, self.level
+            self.peak = level
+            run()
+            self._passes[key] = Change(self.peak - level, self.level - level)
+            self.peak = self._larger(peak, self.peak)
+        else:
+            self.add(self._passes[key])
+
+    def _attributes(self, chunk: Chunk) -> Any:
+        return sum(times * self._of(unit).left_by_attributes for units, times in chunk.stretches for unit in units)
+
+    def _together(self, changes: Sequence[Change], times: int = 1) -> None:
+        """Changes in a row, `times` over. The peak is linear in the repetition: the first or the last has it."""
+        if not times:
+            return
+        once = reduce(self._joined, changes, NOTHING)
+        self.add(once)
+        if times > 1:
+            self.level = self.level + once.net * (times - 2)
+            self.add(once)
+
+    def _joined(self, first: Change, second: Change) -> Change:
+        return Change(self._larger(first.peak, first.net + second.peak), first.net + second.net)
+
+    def _opens(self, once: frozenset[str]) -> frozenset[str]:
+        """What the process allocates for the first time."""
+        opens = once - self._once
+        self._once |= opens
+        return opens
+
+    def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:
+        """How a unit's next passes use their caches; modules of a `warm` chunk have used them before."""
+        if not meters.caches:
+            return "hit"
+        if not warm:
+            for key, _ in meters.caches:
+                self._used[key] = self._used.get(key, 0) + times
+        if any(self._used[key] > entries for key, entries in meters.caches):
+            return "churn"
+        return "hit" if warm else "grow"
+
+    def _alike(self, stretch: Sequence[_Meters], times: int, warm: bool) -> int:
+        """How many of `times` repetitions use caches alike: as long as there is room, or once there is none."""
+        caches = [cache for meters in stretch for cache in meters.caches]
+        for key, entries in caches:
+            room = entries - self._used.get(key, 0)
+            if not warm and room > 0:
+                times = min(times, room // len(caches))
+        return times

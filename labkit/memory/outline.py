@@ -1,0 +1,208 @@
+"""What an estimate comes to, without its rows: the peak of every phase, in a few milliseconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+from labkit.memory.book import Book
+from labkit.memory.meter import Change, Integers, Meter, Pool
+from labkit.memory.state import State
+from labkit.memory.steps import run_steps
+from labkit.memory.tape import Shape
+from labkit.memory.units import Chunk, chunks, loss_chunk, parameters
+from labkit.workload import Model, Parallelism, Training, Workload
+from labkit.workload.gpu import MIB
+
+_LARGE = 10 * MIB
+"""From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
+_SEGMENT_UNIT = 2 * MIB
+
+
+def block(nbytes: Any) -> Any:
+    """The block that a fresh segment gives for rounded bytes: a remainder of up to 1 MiB is not split off.
+
+    What a cached block leaves over is not foreseen here; `labkit.allocator` plays that through.
+    """
+    remainder = -nbytes % _SEGMENT_UNIT
+    return nbytes + remainder * ((nbytes >= _LARGE) & (remainder <= MIB))
+
+
+class PhaseLevel(NamedTuple):
+    """The peak of a phase of an iteration."""
+
+    iteration: int
+    phase: str
+    bytes: Any
+
+
+class Outline(NamedTuple):
+    """One pipeline rank's bytes over two steps. Integers, or in a sweep arrays over lengths."""
+
+    phases: list[PhaseLevel]
+    between_steps_bytes: Any
+    """Alive when the steady iteration begins."""
+    retained_bytes: Any
+    """What the steady forwards before the first backward leave for theirs."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of a phase."""
+        peak: int = self.peak_of(max)
+        return peak
+
+    def peak_of(self, larger: Callable[[Any, Any], Any]) -> Any:
+        """The largest peak by what is the larger of two sizes."""
+        return reduce(larger, (phase.bytes for phase in self.phases))
+
+
+def tensor(nbytes: Any) -> Any:
+    """A tensor as it is, rounded already."""
+    return nbytes
+
+
+def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = tensor) -> Outline:
+    """Peaks of pipeline rank `stage` in bytes of tensors, or with `size=block` of allocator blocks.
+
+    Agrees with the phases of `labkit.memory.estimate.estimate` to the byte, in tensors.
+    """
+    return outline_of(chunks(workload, stage), workload, stage, Pool(Integers(size)), size)
+
+
+def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool, size: Callable[[int], int]) -> Outline:
+    """The same of recorded units; in a sweep their bytes are arrays and `pool` sums arrays."""
+    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, size, model, workload)
+    books = _Levels(_state_changes(key), Meter(pool), pool.numbers.larger)
+    run_steps(workload, stage, model, loss_chunk(workload), books)
+    books.end_phase()
+    return Outline(
+        [PhaseLevel(iteration, phase, peak) for (iteration, phase), peak in books.peaks.items()],
+        books.between,
+        books.retained,
+    )
+
+
+class _Levels:
+    """Keeps levels where `labkit.memory.writer.Writer` keeps rows."""
+
+    def __init__(self, state: "_StateChanges", meter: Meter, larger: Callable[[Any, Any], Any]) -> None:
+        self.peaks: dict[tuple[int, str], Any] = {}
+        self.between: Any = 0
+        self.retained: Any = 0
+        self._state = state
+        self._meter = meter
+        self._larger = larger
+        self._now: tuple[int, str] | None = None
+
+    def end_phase(self) -> None:
+        """Note the peak since the phase began."""
+        if self._now is not None:
+            peak = self._meter.peak
+            self.peaks[self._now] = self._larger(self.peaks[self._now], peak) if self._now in self.peaks else peak
+
+    def enter(self, iteration: int, phase: str) -> None:
+        self.end_phase()
+        if self._now is None or iteration != self._now[0]:
+            self.between, self.retained = self._meter.level, 0
+        self._meter.start_phase()
+        self._now = iteration, phase
+
+    def set_up(self) -> None:
+        self._meter.add(self._state.set_up)
+
+    def zero_gradients(self) -> None:
+        if self._now is not None and self._now[0]:
+            self._meter.add(self._state.zero_gradients)
+
+    def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        left = self._meter.forward(chunk, index, microbatch)
+        if (
+            self._now is not None
+            and self._now[1] == "forward"
+            and (
+                self._now[0],
+                "backward",
+            )
+            not in self.peaks
+        ):
+            self.retained = self.retained + left
+
+    def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        self._meter.backward(chunk, index, microbatch)
+
+    def caller_lets_go(self, chunk: Chunk, index: int) -> None:
+        self._meter.caller_lets_go(chunk, index)
+
+    def sync_gradients(self) -> None:
+        self._meter.add(self._state.sync_gradients)
+
+    def step(self) -> None:
+        first = self._now is not None and self._now[0] == 1
+        self._meter.add(self._state.first_step if first else self._state.later_step)
+
+
+class _Tally(Book):
+    """Counts what a book would write."""
+
+    def __init__(self, size: Callable[[int], int]) -> None:
+        super().__init__()
+        self._meter = Meter(Pool(Integers(size)))
+        self._size = size
+        self._sizes: list[int] = []
+
+    def open(
+        self,
+        tensor: str,  # noqa: ARG002
+        shape: Shape,  # noqa: ARG002
+        dtype: str,  # noqa: ARG002
+        nbytes: int,
+        *,
+        count: int = 1,
+        **about: Any,  # noqa: ARG002
+    ) -> int:
+        nbytes = self._size(nbytes // count) * count
+        self._sizes.append(nbytes)
+        self._meter.add(Change(nbytes, nbytes))
+        return len(self._sizes)
+
+    def close(self, number: int) -> None:
+        self._meter.level -= self._sizes[number - 1]
+
+    def change(self, act: Callable[[Book], None]) -> Change:
+        """What `act` does to the level."""
+        before = self._meter.level
+        self._meter.start_phase()
+        act(self)
+        return Change(self._meter.peak - before, self._meter.level - before)
+
+
+class _StateChanges(NamedTuple):
+    """What the acts of `State` do to the level."""
+
+    set_up: Change
+    sync_gradients: Change
+    first_step: Change
+    zero_gradients: Change
+    """At the start of a step that is not the first."""
+    later_step: Change
+
+
+@dataclass(frozen=True)
+class _StateKey:
+    """What decides the static state of a rank, and what to make it of."""
+
+    model: Model
+    parallelism: Parallelism
+    training: Training
+    stage: int
+    size: Callable[[int], int]
+    chunks: list[Chunk] = field(compare=False)
+    workload: Workload = field(compare=False)
+
+
+@lru_cache(maxsize=1024)
+def _state_changes(key: _StateKey) -> _StateChanges:
+    state = State([parameters(chunk) for chunk in key.chunks], key.workload, key.stage)
+    tally = _Tally(key.size)
+    acts = (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
+    return _StateChanges(*map(tally.change, acts))

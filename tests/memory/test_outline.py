@@ -1,0 +1,64 @@
+"""The outline (levels, summed by kind of unit) against the estimate's rows: two ways to the same bytes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from labkit.allocator import simulate
+from labkit.ledger import rounded
+from labkit.memory.estimate import estimate
+from labkit.memory.outline import block, outline
+from labkit.workload import Workload
+from tests.memory.grid import NAMES, moonlight, workload
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "two stages": {"pipeline_model_parallel_size": 2},
+    "two stages, interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "uneven": {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 2},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_agrees_with_the_rows_to_the_byte(name: str) -> None:
+    case = workload(name)
+    for stage in range(case.parallelism.pp):
+        _agree(case, stage)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_agrees_on_every_pipeline_stage(name: str) -> None:
+    case = _pipelined(PIPELINES[name])
+    for stage in range(case.parallelism.pp):
+        _agree(case, stage)
+
+
+def _pipelined(layout: Mapping[str, Any]) -> Workload:
+    experts = moonlight.BASE["model"]["mixture_of_experts"] | {"moe_layer_freq": 1}
+    world = 8 * layout["pipeline_model_parallel_size"]
+    return Workload.model_validate(
+        moonlight.BASE
+        | {
+            "model": moonlight.BASE["model"] | {"num_layers": 8, "mixture_of_experts": experts},
+            "parallelism": moonlight.BASE["parallelism"] | {"world_size": world, **layout},
+            "batch": moonlight.BASE["batch"] | {"global_batch_size": 32},
+        }
+    )
+
+
+def _agree(case: Workload, stage: int) -> None:
+    summary = estimate(case, stage).summary
+    summed = outline(case, stage)
+    peaks: dict[tuple[int, str], int] = {}
+    for phase in summary.phases:
+        key = phase.iteration, phase.phase
+        peaks[key] = max(peaks.get(key, 0), phase.peak_tensor_bytes)
+    assert {(phase.iteration, phase.phase): phase.bytes for phase in summed.phases} == peaks
+    assert summed.between_steps_bytes == summary.between_steps_bytes
+    assert summed.retained_bytes == summary.retained_bytes
+
+
+@pytest.mark.parametrize("mebibytes", [0.5, 1, 3, 9.5, 10.5, 11.5, 32, 33.5, 100.1])
+def test_a_block_is_what_a_fresh_allocator_gives(mebibytes: float) -> None:
+    nbytes = rounded(int(mebibytes * 2**20))
+    assert block(nbytes) == simulate([(1, nbytes)]).block_bytes[1]
