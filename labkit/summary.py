@@ -1,14 +1,14 @@
 """What a result says in one page: the same object for an estimate and a trace, in JSON, in a shell, in Jupyter."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import NonNegativeInt
 
-from labkit.ledger import Ledger, Row
+from labkit.ledger import Ledger, Peak, Row
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB, GPUS
@@ -140,6 +140,8 @@ class Summary(Part):
     """What holds the peak; sums to `peak_allocated_bytes`."""
     gpu: str
     gpu_memory_bytes: NonNegativeInt
+    margin_bytes: NonNegativeInt = 0
+    """What an estimate sets aside above the peak (`labkit.memory.margin`); not part of it."""
     fits: bool
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
     warnings: Many[str]
@@ -199,9 +201,15 @@ class Summary(Part):
             if self.fits and reserved is not None and reserved >= self.gpu_memory_bytes
             else ""
         )
+        margin = (
+            f" With a margin of {self.margin_bytes / GIB:.2f} GiB it is "
+            f"{(self.peak_allocated_bytes + self.margin_bytes) / GIB:.2f} GiB."
+            if self.margin_bytes
+            else ""
+        )
         return (
             f"Peak {self.peak_allocated_bytes / GIB:.3f} GiB ({self.certainty}) in {self.peak_phase} of iteration "
-            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB).{tight}"
+            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB).{margin}{tight}"
         )
 
     @property
@@ -258,6 +266,10 @@ class Result:
         """Tensor bytes the steady forward leaves for its backward."""
         return self.summary.retained_bytes
 
+    def margin_bytes(self, peaks: Sequence[Peak]) -> int:  # noqa: ARG002
+        """What is set aside above the largest of the phase peaks: nothing where it was seen."""
+        return 0
+
     @cached_property
     def summary(self) -> Summary:
         """The result on one page."""
@@ -289,6 +301,7 @@ class Result:
             breakdown=tuple(
                 Share(category=name, bytes=nbytes) for name, nbytes in breakdown(self.ledger.at(peak.clock)).items()
             ),
+            margin_bytes=self.margin_bytes(blocks),
             gpu=gpu.name,
             gpu_memory_bytes=gpu.total_memory_bytes,
             fits=peak.bytes < gpu.total_memory_bytes,

@@ -1,11 +1,13 @@
 """`estimate`: what one rank holds, in closed form, explained row by row; no GPU, no torch."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
 from labkit.allocator import simulate
-from labkit.ledger import Ledger
+from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
+from labkit.memory.margin import margin_over, margin_rows
 from labkit.memory.outline import outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
@@ -42,6 +44,15 @@ class Estimate(Result):
         from labkit.memory.ranges import ranged
 
         return ranged(self)
+
+    @cached_property
+    def covering(self) -> Ledger:
+        """The ledger with its margin rows: a peak of it is one that a run should not exceed."""
+        return Ledger((*self.ledger.rows, *margin_rows(self.workload, self.ledger)), self.ledger.moments)
+
+    def margin_bytes(self, peaks: Sequence[Peak]) -> int:
+        """What `covering` has above the largest of the phase peaks."""
+        return margin_over(self.workload, self.ledger, peaks)
 
     def __rich__(self) -> Summary:
         return self.ranged

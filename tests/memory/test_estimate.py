@@ -162,3 +162,12 @@ def test_open_routing_gives_a_range_that_names_it() -> None:
     stated = Workload.from_mapping({**workload.model_dump(), "routing": {"kind": "worst"}})
     assert estimate(stated).peak_allocated_bytes == found.high_bytes
     assert ranged(estimate(stated)).ranges == ()
+
+
+def test_the_margin_is_rows_of_its_own(control: Estimate) -> None:
+    """Nothing of it is in the estimate; a peak with its rows is the peak and what the summary says is set aside."""
+    assert not [row for row in control.ledger.rows if row.lifetime in {"margin", "allowance"}]
+    margin = [row for row in control.covering.rows if row.lifetime == "margin"]
+    assert [row.certainty for row in margin] == ["allowance"]
+    covered = control.covering.peak().bytes
+    assert covered == control.peak_allocated_bytes + control.summary.margin_bytes > control.peak_allocated_bytes
