@@ -16,6 +16,8 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
     get_transformer_block_with_experimental_attention_variant_spec,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
@@ -63,6 +65,8 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         attention_dropout=model.attention_dropout,
         **_attention(model),
         **_linear_attention(model),
+        **({} if model.mamba is None else model.mamba.model_dump()),
+        is_hybrid_model=model.hybrid_layer_pattern is not None,
         **_mixture_of_experts(workload),
         **_pipeline(workload),
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -101,8 +105,9 @@ def _linear_attention(model: Model) -> dict[str, Any]:
     if model.gated_delta_net is None:
         return {}
     fields = model.gated_delta_net.model_dump()
-    if not isinstance(model.gated_delta_net.linear_attention_freq, int):
-        fields["linear_attention_freq"] = list(model.gated_delta_net.linear_attention_freq)
+    # The variant wants a frequency even where a hybrid pattern names the layers.
+    frequency = model.gated_delta_net.linear_attention_freq or 1
+    fields["linear_attention_freq"] = frequency if isinstance(frequency, int) else list(frequency)
     return {"experimental_attention_variant": "gated_delta_net", **fields}
 
 
@@ -164,21 +169,24 @@ def _virtual_stages(workload: Workload) -> list[int | None]:
     return [None] if chunks is None else list(range(chunks))
 
 
-def _chunk(workload: Workload, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _chunk(workload: Workload, config: TransformerConfig, vp_stage: int | None) -> GPTModel | HybridModel:
     """The layers of one (virtual) stage of this rank, with the embedding or the head where they belong to it."""
-    model = GPTModel(
-        config,
-        _block_spec(config, vp_stage),
-        vocab_size=workload.padded_vocab_size,
-        max_sequence_length=workload.batch.seq_length,
-        share_embeddings_and_output_weights=not workload.model.untie_embeddings_and_output_weights,
-        position_embedding_type=workload.model.position_embedding_type,
-        rotary_base=workload.model.rotary_base,
-        rotary_percent=workload.model.rotary_percent,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        vp_stage=vp_stage,
-    )
+    arguments: dict[str, Any] = {
+        "vocab_size": workload.padded_vocab_size,
+        "max_sequence_length": workload.batch.seq_length,
+        "share_embeddings_and_output_weights": not workload.model.untie_embeddings_and_output_weights,
+        "position_embedding_type": workload.model.position_embedding_type,
+        "rotary_base": workload.model.rotary_base,
+        "rotary_percent": workload.model.rotary_percent,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "vp_stage": vp_stage,
+    }
+    pattern = workload.model.hybrid_layer_pattern
+    if pattern is None:
+        model = GPTModel(config, _block_spec(config, vp_stage), **arguments)
+    else:
+        model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **arguments)
     model.model_type = ModelType.encoder_or_decoder
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -1,24 +1,81 @@
-"""Rules of layers with a state: gated delta net.
+"""Rules of hybrid patterns and of layers with a state: gated delta net, Mamba.
 
-Sources: `TransformerConfig.__post_init__`, `ssm/gated_delta_net/common.py`, and the kernels of flash-linear-attention.
+Sources: `TransformerConfig.__post_init__`, `models/hybrid/hybrid_layer_allocation.py`, `ssm/gated_delta_net/common.py`,
+`ssm/mamba_mixer.py`, `ssm/mamba_context_parallel.py`; the kernels of flash-linear-attention, mamba_ssm and
+causal_conv1d.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from labkit.workload.finding import Finding
+from labkit.workload.model import HYBRID_SYMBOLS, Mamba
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
 
+_PATTERN = "model.hybrid_layer_pattern"
 _GDN = "model.gated_delta_net"
+_MAMBA = "model.mamba"
 _WIDEST_KEY = 256
 """`fla.ops.common.chunk_delta_h`: a kernel holds a state's rows in four blocks of 64."""
 
 
+_WIDEST_GROUP = 65536 // 2
+"""`mamba_ssm.ops.triton.layernorm_gated`: bf16 columns of one norm."""
+_CHANNELS_UNIT = 8
+"""`causal_conv1d`: channels of its channel-last kernel."""
+
+
+def pattern_symbols(workload: "Workload") -> Iterator[Finding]:
+    """Symbols that name no layer labkit knows; until they do, the model has no layers to judge."""
+    pattern = workload.model.hybrid_layer_pattern
+    for symbol in dict.fromkeys(pattern or ()):
+        if symbol not in HYBRID_SYMBOLS:
+            what = {"|": "pipeline stages", "/": "multi-token prediction", "D": "sparse attention"}.get(symbol)
+            known = " ".join(HYBRID_SYMBOLS)
+            reason = f"{symbol!r} " + (
+                f"({what}) is not supported by this version of labkit" if what else "names no layer"
+            )
+            yield Finding("error", _PATTERN, reason, f"use the symbols {known}")
+
+
 def mixer_findings(workload: "Workload") -> Iterator[Finding]:
     """Every rule of these layers that `workload` breaks."""
+    yield from _pattern(workload)
     yield from _gated_delta_net(workload)
+    yield from _mamba(workload)
+
+
+def _pattern(workload: "Workload") -> Iterator[Finding]:
+    model, pattern = workload.model, workload.model.hybrid_layer_pattern
+    if pattern is None:
+        return
+    if len(pattern) != model.num_layers:
+        reason = f"it names {len(pattern)} layers but num_layers is {model.num_layers}"
+        yield Finding("error", _PATTERN, reason, f"give {model.num_layers} symbols")
+    if "*" in pattern and "+" in pattern:
+        reason = "Megatron Core mixes no attention (*) with multi-latent attention (+)"
+        yield Finding("error", _PATTERN, reason, "use one of them")
+    elif "*" in pattern and model.multi_latent_attention is not None:
+        reason = "attention layers (*) lose their positions in a model of multi-latent attention"
+        yield Finding("error", "model.multi_latent_attention", reason, "use the symbol + or leave it out")
+    sections = {
+        "M": ("mamba", model.mamba),
+        "G": ("gated_delta_net", model.gated_delta_net),
+        "+": ("multi_latent_attention", model.multi_latent_attention),
+        "E": ("mixture_of_experts", model.mixture_of_experts),
+    }
+    for symbol, (name, section) in sections.items():
+        if symbol in pattern and section is None:
+            reason = f"the pattern's {symbol} layers have no sizes"
+            yield Finding("error", f"model.{name}", reason, f"give model.{name}")
+    if workload.parallelism.vpp > 1:
+        reason = "Megatron Core interleaves a hybrid pattern only at stages the pattern itself marks"
+        yield Finding("error", "parallelism.virtual_pipeline_model_parallel_size", reason, "leave it out")
+    if model.mtp_num_layers is not None:
+        reason = "multi-token prediction of hybrid patterns is not supported by this version of labkit"
+        yield Finding("error", "model.mtp_num_layers", reason, "leave it out")
 
 
 def _gated_delta_net(workload: "Workload") -> Iterator[Finding]:
@@ -29,8 +86,11 @@ def _gated_delta_net(workload: "Workload") -> Iterator[Finding]:
             reason = "gdn_norm_out needs gated-delta-net layers, this model has none"
             yield Finding("error", "recompute.recompute_modules", reason, "remove it")
         return
-    frequency = net.linear_attention_freq
-    if not isinstance(frequency, int) and len(frequency) != model.num_layers:
+    frequency, hybrid = net.linear_attention_freq, model.hybrid_layer_pattern is not None
+    if frequency is None and not hybrid:
+        reason = "nothing says which layers are gated delta net"
+        yield Finding("error", f"{_GDN}.linear_attention_freq", reason, "give it or a hybrid_layer_pattern")
+    if isinstance(frequency, tuple) and len(frequency) != model.num_layers and not hybrid:
         reason = f"it names {len(frequency)} layers but num_layers is {model.num_layers}"
         yield Finding("error", f"{_GDN}.linear_attention_freq", reason, f"give {model.num_layers} entries")
     if net.linear_num_value_heads % net.linear_num_key_heads:
@@ -53,3 +113,46 @@ def _gated_delta_net(workload: "Workload") -> Iterator[Finding]:
     if model.activation_func != "silu":
         reason = f"the convolution of gated-delta-net layers takes silu, not {model.activation_func}"
         yield Finding("error", "model.activation_func", reason, "set silu")
+
+
+def _mamba(workload: "Workload") -> Iterator[Finding]:
+    model, layout = workload.model, workload.parallelism
+    if model.mamba is None:
+        return
+    if not any(layer.mixer == "mamba" for layer in model.layers):
+        yield Finding("warning", _MAMBA, "the model has no Mamba layer", "leave it out or use M in a hybrid pattern")
+        return
+    mamba, heads = model.mamba, model.mamba_heads
+    groups, tp, cp = mamba.mamba_num_groups, layout.tp, layout.cp
+    at = "parallelism.tensor_model_parallel_size"
+    if mamba.mamba_num_heads is None and 2 * model.hidden_size % mamba.mamba_head_dim:
+        reason = f"{mamba.mamba_head_dim} does not divide twice hidden_size ({2 * model.hidden_size})"
+        yield Finding("error", f"{_MAMBA}.mamba_head_dim", reason, "use a divisor or give mamba_num_heads")
+        return
+    for name, number in (("Mamba heads", heads), ("mamba_num_groups", groups)):
+        if number % tp:
+            yield Finding("error", at, f"{tp} does not divide {name} ({number})", f"use a divisor of {number}")
+    if heads % groups:
+        reason = f"{groups} groups cannot be shared evenly by {heads} heads"
+        yield Finding("error", f"{_MAMBA}.mamba_num_groups", reason, f"use a divisor of {heads}")
+    if heads % tp or groups % tp or heads % groups:
+        return
+    # Context-parallel ranks exchange their tokens for heads, and share a group where there are fewer.
+    local = groups // tp
+    if (heads // tp) % cp or (cp % local if local < cp else local % cp):
+        reason = f"{heads // tp} heads in {local} groups of a tensor-parallel rank cannot be spread over {cp} ranks"
+        yield Finding("error", "parallelism.context_parallel_size", reason, "use fewer context-parallel ranks")
+        return
+    yield from _mamba_kernels(mamba, heads, groups, tp, cp)
+
+
+def _mamba_kernels(mamba: Mamba, heads: int, groups: int, tp: int, cp: int) -> Iterator[Finding]:
+    group_width = heads // groups * mamba.mamba_head_dim
+    if group_width > _WIDEST_GROUP:
+        reason = f"the gated norm's kernel takes groups of at most {_WIDEST_GROUP} columns, not {group_width}"
+        yield Finding("error", f"{_MAMBA}.mamba_num_groups", reason, "use more groups")
+    local_groups = max(groups // tp // cp, 1)
+    channels = heads // tp // cp * mamba.mamba_head_dim + 2 * local_groups * mamba.mamba_state_dim
+    if channels % _CHANNELS_UNIT:
+        reason = f"the convolution's kernel takes multiples of {_CHANNELS_UNIT} channels a rank, not {channels}"
+        yield Finding("error", f"{_MAMBA}.mamba_state_dim", reason, "use multiples of 8 for heads and states")

@@ -50,8 +50,11 @@ class MultiLatentAttention(Part):
 class GatedDeltaNet(Part):
     """Sizes of gated delta net layers (`linear_*` of `TransformerConfig`, variant `gated_delta_net`)."""
 
-    linear_attention_freq: PositiveInt | Many[Literal[0, 1]]
-    """N: N-1 delta net layers, then one of attention; a list names each layer (1 delta net, 0 attention)."""
+    linear_attention_freq: PositiveInt | Many[Literal[0, 1]] | None = None
+    """N: N-1 delta net layers, then one of attention; a list names each layer (1 delta net, 0 attention).
+
+    None: a hybrid pattern names them.
+    """
     linear_conv_kernel_dim: PositiveInt = 4
     linear_key_head_dim: PositiveInt = 128
     linear_value_head_dim: PositiveInt = 128
@@ -157,7 +160,7 @@ class Model(Part):
         attention: Mixer = "attention" if self.multi_latent_attention is None else "mla"
         if self.gated_delta_net is None:
             return (attention,) * self.num_layers
-        frequency = self.gated_delta_net.linear_attention_freq
+        frequency = self.gated_delta_net.linear_attention_freq or 1
         if isinstance(frequency, int):
             linear = [(layer + 1) % frequency != 0 for layer in range(self.num_layers)]
         else:
@@ -176,6 +179,18 @@ class Model(Part):
         else:
             flags = [flag == 1 for flag in frequency]
         return tuple(kinds[flag] for flag in flags)
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer (`MambaMixer.__init__`: twice the hidden size in all, unless stated)."""
+        if self.mamba is None:
+            return 0
+        return self.mamba.mamba_num_heads or 2 * self.hidden_size // self.mamba.mamba_head_dim
+
+    @property
+    def has_rotary_table(self) -> bool:
+        """Whether the model, whatever its layers, makes one table of rotary angles (`GPTModel`, `HybridModel`)."""
+        return self.position_embedding_type == "rope" and self.multi_latent_attention is None
 
     @property
     def head_width(self) -> int:

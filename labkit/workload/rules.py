@@ -12,7 +12,7 @@ from labkit.workload.behaviour import KNOWN, version_tuple
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
 from labkit.workload.lora_rules import lora_findings
-from labkit.workload.mixer_rules import mixer_findings
+from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
+    if unknown := list(pattern_symbols(workload)):
+        return unknown
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
@@ -35,8 +37,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         return
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
     refused = {
-        "model.mamba": (model.mamba is not None, "Mamba"),
-        "model.hybrid_layer_pattern": (model.hybrid_layer_pattern is not None, "a hybrid pattern"),
         "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
         "model.normalization": (model.normalization != "RMSNorm", model.normalization),
         "model.gated_linear_unit": (not model.gated_linear_unit, "an MLP without gate"),

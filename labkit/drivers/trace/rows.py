@@ -132,7 +132,7 @@ def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     first, *below = allocation.maker.module.split(".")
     layer = _layer(allocation.maker.module)
     if layer is not None and len(below) > 2:
-        if below[2] == "self_attention":
+        if below[2] in ("self_attention", "mixer"):
             return "attention"
         if below[2] == "mlp":
             return "moe" if layers[layer].mlp == "moe" else "mlp"

@@ -13,6 +13,7 @@ from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.ends import embedding, head_and_loss
 from labkit.memory.layers.gdn import gated_delta_net
 from labkit.memory.layers.linear import add, rms_norm
+from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
@@ -42,11 +43,12 @@ MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {
     "attention": self_attention,
     "mla": multi_latent_attention,
     "gdn": gated_delta_net,
+    "mamba": mamba,
 }
 """From the hidden state (shard rows, hidden) to the mixer's output of the same shape."""
 LORA_MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"gdn": tree_delta_net}
 """Those of the `lora` runtime that are code of its own."""
-FUSED_NORM: frozenset[Mixer] = frozenset(("attention", "gdn"))
+FUSED_NORM: frozenset[Mixer] = frozenset(("attention", "gdn", "mamba"))
 """Mixers that norm their input in their first linear (`TELayerNormColumnParallelLinear`); the others get it normed."""
 
 
@@ -63,7 +65,7 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     tape = _tape(workload)
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     model = workload.model
-    if model.position_embedding_type == "rope" and any(place.half == "attention" for place in places):
+    if model.has_rotary_table:
         rotary_table(tape, sizes.sequence, model.rotary_width)  # one for all layers, an attribute of the model
     with tape.module("decoder"):
         for layer, half, share in places:
@@ -125,7 +127,7 @@ def _tape(workload: Workload) -> Tape:
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
     mixed = hidden if mixer in FUSED_NORM else _norm(tape, sizes, hidden, "input_layernorm")
-    with tape.module("self_attention", kind="attention"):
+    with tape.module("mixer" if mixer == "mamba" else "self_attention", kind="attention"):
         mixers = MIXERS if sizes.trains else {**MIXERS, **LORA_MIXERS}
         output = mixers[mixer](tape, workload, sizes, mixed)
     return add(tape, sizes, output, hidden)

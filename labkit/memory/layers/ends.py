@@ -45,7 +45,8 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
 def head_and_loss(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> None:
     """Final norm, vocabulary-parallel logits and Transformer Engine's fused cross entropy."""
     width = workload.padded_vocab_size // sizes.tp
-    with tape.module("decoder"), tape.module("final_layernorm"):
+    hybrid = workload.model.hybrid_layer_pattern is not None
+    with tape.module("decoder"), tape.module("final_norm" if hybrid else "final_layernorm"):
         tape.parameter("weight", (sizes.hidden,), replicated=sizes.sp > 1)
         normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
     with tape.module("output_layer"):

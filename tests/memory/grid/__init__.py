@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, gdn, moe, moonlight
+from tests.memory.grid import attention, gdn, hybrid, mamba, moe, moonlight
 
-FAMILIES = {"moonlight": moonlight, "moe": moe, "gdn": gdn, "attention": attention}
+FAMILIES = {"moonlight": moonlight, "moe": moe, "gdn": gdn, "mamba": mamba, "hybrid": hybrid, "attention": attention}
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]
 
 

@@ -22,6 +22,29 @@ BASE: dict[str, Any] = {
     "batch": {"micro_batch_size": 1, "global_batch_size": 2, "seq_length": 1024},
 }
 
+QWEN = {
+    "model.num_layers": 4,
+    "model.gated_delta_net.linear_attention_freq": 4,
+    "model.num_attention_heads": 8,
+    "model.num_query_groups": 2,
+    "model.kv_channels": 128,
+    "model.attention_output_gate": True,
+    "model.qk_layernorm": True,
+    "model.rotary_percent": 0.25,
+}
+MOE = {
+    "model.mixture_of_experts": {
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 256,
+        "moe_shared_expert_intermediate_size": 192,
+    },
+    "parallelism.world_size": 4,
+    "parallelism.expert_model_parallel_size": 2,
+    "parallelism.expert_tensor_parallel_size": 1,
+    "batch.global_batch_size": 4,
+}
+
 CHANGES: dict[str, dict[str, Any]] = {
     "gdn": {},
     "gdn_norm_out": {"labels": ["gdn_norm_out"]},
@@ -30,4 +53,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "micro-batch of two": {"batch.micro_batch_size": 2, "batch.global_batch_size": 4},
     "as many value heads as key heads": {"model.gated_delta_net.linear_num_value_heads": 4},
     "uneven chunks": {"batch.seq_length": 776},
+    "full block 2": {"full": ("block", 2)},
+    "no sequence parallelism": {"parallelism.sequence_parallel": False},
+    "one tensor rank": {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False},
+    "wide keys": {"model.gated_delta_net.linear_key_head_dim": 256, "model.gated_delta_net.linear_num_key_heads": 2},
+    "long sequence": {"batch.seq_length": 8192},
+    "qwen": QWEN,
+    "qwen, every label": QWEN | {"labels": ["gdn_norm_out", "layernorm", "mlp", "core_attn"]},
+    "qwen, full uniform 2": QWEN | {"full": ("uniform", 2)},
+    "qwen with experts": QWEN | MOE,
+    "qwen with experts, every label": QWEN
+    | MOE
+    | {"labels": ["gdn_norm_out", "layernorm", "moe_act", "shared_experts"]},
+    "qwen with experts, moe": QWEN | MOE | {"labels": ["moe"]},
 }

@@ -1,0 +1,236 @@
+"""Mamba 2 (Megatron Core `ssm/mamba_mixer.py`, `mamba_ssm` `ops/triton/ssd_combined.py` 2.3.2), its training path.
+
+Per rank: h heads of width p share g groups of B and C, a state of (p, n) a head. One projection makes z, x, B, C and dt
+side by side; x, B and C pass a short causal convolution, and a scan in chunks of 128 tokens carries states from chunk
+to chunk. Its output is gated by z inside and normed by groups outside, before the output projection. All of it but the
+norm is one autograd function that keeps its packed input and the output before the gate, and makes the rest again.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.tape import Buffer, Tape, Value
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS, Gpu
+
+CHUNK = 128
+"""Tokens of one chunk (`MambaMixer.__init__`, `chunk_size`)."""
+CONVOLUTION_WIDTH = 4
+"""`MambaMixer.__init__`, `d_conv`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Sizes of one rank's scan."""
+
+    batch: int
+    chunks: int
+    """Of one sequence."""
+    heads: int
+    width: int
+    groups: int
+    state: int
+    tokens: int
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, workload: Workload, sizes: Sizes) -> Self:
+        model = workload.model
+        if model.mamba is None:
+            raise ValueError("a Mamba layer needs mamba")
+        return cls(
+            batch=sizes.batch,
+            chunks=-(-sizes.sequence // CHUNK),
+            heads=model.mamba_heads // sizes.tp,
+            width=model.mamba.mamba_head_dim,
+            groups=model.mamba.mamba_num_groups // sizes.tp,
+            state=model.mamba.mamba_state_dim,
+            tokens=sizes.tokens,
+            multiprocessors=GPUS[workload.training.gpu].multiprocessors,
+        )
+
+    @property
+    def inner(self) -> int:
+        """Columns of x, and of z."""
+        return self.heads * self.width
+
+    @property
+    def convolved(self) -> int:
+        """Columns of x, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def packed(self) -> int:
+        return self.inner + self.convolved + self.heads
+
+    @property
+    def per_head(self) -> tuple[int, ...]:
+        """A number for each token of each head, in whole chunks."""
+        return self.batch, self.heads, self.chunks, CHUNK
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return self.batch, self.chunks, self.heads, self.width, self.state
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """C B^T within each chunk and group."""
+        return self.batch, self.chunks, self.groups, CHUNK, CHUNK
+
+    @property
+    def splits(self) -> int:
+        """Parts in which a group's heads add up their gradients: enough programs for every multiprocessor.
+
+        `nsplits` of `_chunk_state_bwd_db`, `_chunk_scan_bwd_dC` and `_chunk_scan_bwd_dcb`.
+        """
+        of_group = self.heads // self.groups
+        each = -(-self.batch * self.chunks * self.heads // self.multiprocessors)
+        smaller = (each + of_group - abs(each - of_group)) // 2
+        return -(-of_group // smaller)
+
+
+def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """From the residual (shard rows, hidden) through the norm fused into the projection to (shard rows, hidden)."""
+    scan = _Scan.of(workload, sizes)
+    _parameters(tape, sizes, scan)
+    with tape.module("in_proj"):
+        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        projected = column_parallel(tape, sizes, normed, sizes.hidden, scan.packed)
+    interleaved = workload.batch.micro_batch_size > 1
+    packed = _reordered(tape, projected) if interleaved else projected
+    out = _convolution_and_scan(tape, scan, packed)
+    if interleaved:
+        out = _reordered(tape, out)
+    with tape.module("norm"):
+        out = _group_norm(tape, scan, out, GPUS[workload.training.gpu])
+    with tape.module("out_proj"):
+        output = row_parallel(tape, sizes, out, scan.inner)
+    # A local variable of MambaMixer.forward.
+    tape.hold([projected])
+    return output
+
+
+def _parameters(tape: Tape, sizes: Sizes, scan: _Scan) -> None:
+    """In the order `MambaMixer` registers them, its own before its submodules'; all in the training precision."""
+    tape.parameter("conv1d_weight", (scan.convolved, 1, CONVOLUTION_WIDTH))
+    tape.parameter("conv1d_bias", (scan.convolved,))
+    for name in ("dt_bias", "A_log", "D"):
+        tape.parameter(name, (scan.heads,))
+    tape.parameter("in_proj.layer_norm_weight", (sizes.hidden,), replicated=sizes.sp > 1)
+    tape.parameter("in_proj.weight", (scan.packed, sizes.hidden))
+    tape.parameter("norm.weight", (scan.inner,))
+    tape.parameter("out_proj.weight", (sizes.hidden, scan.inner))
+
+
+def _reordered(tape: Tape, x: Value) -> Value:
+    """A copy with one sequence after the other, or interleaved again."""
+    copy = tape.value(x.name, x.shape)
+    tape.op("contiguous", [x], [copy], aliases=True)
+    return copy
+
+
+def _convolution_and_scan(tape: Tape, scan: _Scan, packed: Value) -> Value:
+    """`MambaSplitConv1dScanCombinedFn` of z, x, B, C and dt (tokens, packed): the gated output (tokens, inner)."""
+    mixed = tape.value("convolved", (scan.tokens, scan.convolved), grad=False)
+    # The convolution takes rows whose distance is a multiple of 8 (`ensure_stride`).
+    dense = [] if scan.packed % 8 == 0 else [tape.buffer("dense", mixed.shape)]
+    tape.op("causal_conv1d", [packed], [mixed], temporaries=dense)
+    sums = [tape.value(name, scan.per_head, "fp32", grad=False) for name in ("dA_cumsum", "dt")]
+    passed = tape.value("states", scan.states, grad=False)
+    final = tape.value("final_states", (scan.batch, scan.heads, scan.width, scan.state), "fp32", grad=False)
+    tape.op(
+        "chunk_states",
+        [packed, mixed],
+        [*sums, passed, final],
+        temporaries=[tape.buffer("chunk_states", scan.states, "fp32")],
+    )
+    scanned = (scan.tokens, scan.inner)
+    gated, before_gate = tape.value("gated", scanned), tape.value("scanned", scanned, grad=False)
+    tape.op(
+        "chunk_scan",
+        [packed],
+        [gated, before_gate],
+        temporaries=[tape.buffer("products", scan.products, "fp32")],
+        flops=_flops(scan),
+    )
+    tape.hold([mixed, *sums, passed, final])
+    # Backward is one function: its moments, last to first, follow one another through views of its input.
+    passing, sharing, multiplying, adding = _backward_moments(tape, scan)
+    source, saved = packed, [packed, before_gate]
+    for name, held in (("add_up", adding), ("multiply", multiplying), ("share_groups", sharing)):
+        stage = tape.view(packed, name, packed.shape)
+        inputs = [source, *saved[1:]]
+        tape.op(name, inputs, [stage], saves=saved, aliases=True, backward_temporaries=held)
+        source, saved = stage, []
+    out = tape.view(gated, "gated", scanned)
+    tape.op("pass_states", [source], [out], backward_temporaries=passing)
+    return out
+
+
+def _flops(scan: _Scan) -> int:
+    """Products of forward: C B^T; that times x, states times C and B^T times x."""
+    return 2 * scan.tokens * (CHUNK * scan.groups * scan.state + scan.inner * (CHUNK + 2 * scan.state))
+
+
+def _backward_moments(tape: Tape, scan: _Scan) -> tuple[list[Buffer], ...]:
+    """What `_mamba_chunk_scan_combined_bwd` holds when most, in four stretches of its code.
+
+    While it passes states from chunk to chunk; adds up the gradient of C over a group's heads, then that of the
+    products; adds up the gradient of A.
+    """
+
+    def fp32(name: str, *shape: int) -> Buffer:
+        return tape.buffer(name, shape, "fp32")
+
+    inner, group = (scan.tokens, scan.inner), (scan.tokens, scan.groups, scan.state)
+    throughout = [
+        tape.buffer("convolved", (scan.tokens, scan.convolved)),
+        tape.buffer("convolved_gradient", (scan.tokens, scan.convolved)),
+        tape.buffer("dt_in", (scan.tokens, scan.heads)),
+        fp32("dA_cumsum", *scan.per_head),
+        fp32("dt", *scan.per_head),
+        fp32("products", *scan.products),
+        fp32("final_states", scan.batch, scan.heads, scan.width, scan.state),
+        tape.buffer("gradient_behind_gate", inner),
+        tape.buffer("states_gradient", scan.states),
+        tape.buffer("states", scan.states),
+    ]
+    passing = [
+        *throughout,
+        fp32("states_fp32", *scan.states),
+        fp32("states_gradient_fp32", *scan.states),
+        fp32("dA_parts", scan.batch, scan.heads, scan.chunks, -(-scan.width * scan.state // 64)),
+    ]
+    sharing = [
+        *throughout,
+        tape.buffer("output_gradient", inner),
+        *(fp32(name, *scan.per_head) for name in ("ddt", "ddA_next", "ddA_previous")),
+        *(fp32(name, *group) for name in ("dB", "dC")),
+    ]
+    multiplying = [*sharing, fp32("products_gradient", *scan.products)]
+    batch, chunks, *product = scan.products
+    parts = (scan.batch, scan.heads, scan.chunks, CHUNK // 32, CHUNK)
+    summed = [fp32(name, *scan.per_head) for name in ("ddA_summed", "ddA")]
+    return (
+        passing,
+        [*sharing, fp32("dC_parts", scan.tokens, scan.splits, scan.groups, scan.state)],
+        [*multiplying, fp32("products_gradient_parts", batch, chunks, scan.splits, *product)],
+        [*multiplying, *summed, fp32("ddA_parts", *parts)],
+    )
+
+
+def _group_norm(tape: Tape, scan: _Scan, x: Value, gpu: Gpu) -> Value:
+    """`mamba_ssm` `layernorm_gated.RMSNorm` without a gate: one norm a token and group, a Triton kernel.
+
+    The weight's gradient comes in parts, one a program of its backward (`_layer_norm_bwd`).
+    """
+    rstd = tape.value("rstd", (scan.tokens * scan.groups,), "fp32", grad=False)
+    out = tape.value("normed", x.shape)
+    block = 1 << (scan.inner // scan.groups - 1).bit_length()
+    warps = min(max(min(block, 65536 // 2) // 256, 1), 8)
+    programs = -(-gpu.multiprocessors * -(-4 // warps) // scan.groups)
+    parts = tape.buffer("weight_gradient_parts", (programs, scan.inner), "fp32")
+    tape.op("group_norm", [x], [out, rstd], saves=[x, rstd], backward_temporaries=[parts])
+    return out
