@@ -35,26 +35,55 @@ app = typer.Typer(
 )
 study_app = typer.Typer(help="Run matched studies, and see where they stand.")
 app.add_typer(study_app, name="study")
+profile_app = typer.Typer(help="Keep measured peaks: they may raise an estimate, never lower it.")
+app.add_typer(profile_app, name="profile")
 
 WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml", show_default=False)]
 StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _folder(text: str) -> Path:
+    """A folder's name from the command line; an empty one would silently mean the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("it is empty; give the name of a folder")
+    return Path(text)
+
+
 StoreOption = Annotated[
     Path | None,
-    typer.Option("--store", metavar="DIR", help="Folder of the result files.", show_default="results/NAME"),
+    typer.Option(
+        "--store", metavar="DIR", parser=_folder, help="Folder of the result files.", show_default="results/NAME"
+    ),
 ]
+ProfilesOption = Annotated[Path, typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of profiles.")]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Cells made at once.", show_default="2, or 1 on one CPU")
 ]
 
 
 @app.command()
-def estimate(workload: WorkloadArgument, json: JsonOption = False) -> None:
+def estimate(
+    workload: WorkloadArgument,
+    profiles: Annotated[
+        Path | None,
+        typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of measured peaks that may raise it."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
     """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
     from labkit.memory.estimate import estimate as estimated
     from labkit.workload import Workload
 
-    _show(estimated(Workload.load(workload)).ranged, json)
+    result = estimated(Workload.load(workload))
+    if profiles is not None:
+        from labkit.memory.profiles import Profiles
+
+        known = Profiles(profiles)
+        result = known.raised(result)
+        for damage in known.damaged:
+            typer.echo(f"labkit: {damage}", err=True)
+    _show(result.ranged, json)
 
 
 @app.command()
@@ -82,10 +111,11 @@ def compare(
     from labkit.workload import Workload
 
     checked = Workload.load(workload)
+    result = estimated(checked)
     comparison = Comparison(
-        workload=f"{checked.model.name}, recompute {checked.recompute.label}",
+        workload=f"{checked.model.name}, recompute {checked.recompute.label}, rank {result.rank}",
         workload_hash=checked.content_hash,
-        sections=compared(estimated(checked).ledger, _traced(checked).ledger),
+        sections=compared(result.ledger, _traced(checked, result.rank).ledger),
     )
     _show(comparison if everything else comparison.only_differences(), json)
 
@@ -113,6 +143,40 @@ def study_run(
 def study_status(study: StudyArgument, store: StoreOption = None, json: JsonOption = False) -> None:
     """Say which results of a study are done, missing, damaged or made by other versions."""
     _show(_open(study, store).status(), json)
+
+
+@profile_app.command("add")
+def profile_add(
+    workload: WorkloadArgument,
+    profiles: ProfilesOption,
+    peak_allocated_bytes: Annotated[
+        int, typer.Option(min=1, metavar="BYTES", help="torch.cuda.max_memory_allocated, the largest over all ranks.")
+    ],
+    source: Annotated[str, typer.Option(metavar="TEXT", help="Who measured it, on what, when.")],
+) -> None:
+    """Keep a peak that was measured on GPUs."""
+    from labkit.memory.profiles import Observation, Profiles
+    from labkit.workload import Workload
+
+    if not 0 < len(source.strip()) <= 1000:
+        raise typer.BadParameter("say in 1 to 1000 characters who measured it, on what, when", param_hint="'--source'")
+    observation = Observation(
+        workload=Workload.load(workload),
+        peak_allocated_bytes=peak_allocated_bytes,
+        certainty="measured",
+        source=source.strip(),
+    )
+    typer.echo(Profiles(profiles).learn(observation))
+
+
+@profile_app.command("learn")
+def profile_learn(study: StudyArgument, profiles: ProfilesOption, store: StoreOption = None) -> None:
+    """Keep every peak that a study has traced, and those published beside it."""
+    from labkit.memory.profiles import Profiles
+
+    known = Profiles(profiles)
+    for observation in _open(study, store).results().observations:
+        typer.echo(known.learn(observation))
 
 
 @app.command()

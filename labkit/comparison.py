@@ -135,9 +135,9 @@ def compare(estimate: Ledger, trace: Ledger) -> tuple[Section, ...]:
 
 
 def _peak_in(ledger: Ledger, iteration: int, phase: str) -> Peak | None:
-    """The largest moment of a phase, over its micro-batches; None if the ledger has no such phase."""
-    peaks = (peak for peak in ledger.phase_peaks() if (peak.iteration, peak.phase) == (iteration, phase))
-    return max(peaks, key=lambda peak: peak.bytes, default=None)
+    """The largest moment of a phase; None if the ledger has no such phase."""
+    peaks = ledger.phase_peaks()
+    return next((peak for peak in peaks if (peak.iteration, peak.phase) == (iteration, phase)), None)
 
 
 def _section(moment: str, estimate: Ledger, trace: Ledger) -> Section:

@@ -28,8 +28,13 @@ CATEGORIES = (
     "optimizer step",
     "workspaces",
     "allocator remainders",
+    "above the estimate",
 )
-"""What holds memory, in stacking order. `allocator remainders` are blocks larger than the tensor they hold."""
+"""What holds memory, in stacking order. `allocator remainders` are blocks larger than the tensor they hold; `above the
+estimate` is what a measured peak has more (`labkit.memory.profiles`)."""
+
+PROFILE = "profile"
+"""Kind of the row that raises an estimate to a measured peak; its tensor says who measured it."""
 
 _STATE = {
     "parameters": "parameters",
@@ -42,6 +47,8 @@ def category(row: Row) -> str:
     """The entry of `CATEGORIES` a row's bytes count to (its remainder counts to `allocator remainders`)."""
     if row.lifetime == "workspace":
         return "workspaces"
+    if row.kind == PROFILE:
+        return "above the estimate"
     if row.lifetime == "state" and row.kind in _STATE:
         return _STATE[row.kind]
     if row.lifetime in ("retained", "state"):
@@ -146,6 +153,8 @@ class Summary(Part):
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
+    raised: str | None = None
+    """The observed peak that the estimate was raised to, and who measured it; None where it was not."""
     peak_range: PeakRange | None = None
     """Over all plausible values of what the workload leaves open; None where it leaves nothing open that matters."""
     ranges: Many[Range] = ()
@@ -159,6 +168,8 @@ class Summary(Part):
             (f"{self.workload.model.name}", "bold"), f"  recompute {self.workload.recompute.label}  rank {self.rank}"
         )
         yield Text(self.verdict, style="green" if self.fits else "red")
+        if self.raised is not None:
+            yield Text(f"Raised to a peak {self.raised}.")
         if self.peak_range is not None:
             yield Text(self.span, style="yellow")
         table = Table(title=f"What holds the peak ({self.certainty}, GiB)", title_justify="left")
@@ -234,11 +245,13 @@ class Summary(Part):
             f"<td>{share.bytes / self.peak_allocated_bytes:.1%}</td></tr>"
             for share in self.breakdown
         )
+        raised = f"Raised to a peak {self.raised}." if self.raised else ""
         warnings = "".join(f"<p>Range: {escape(str(each))}</p>" for each in self.ranges)
         warnings += "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
         return (
             f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "
-            f"{escape(self.workload.recompute.label)}, rank {self.rank}. {escape(self.verdict)} {escape(self.span)}</p>"
+            f"{escape(self.workload.recompute.label)}, rank {self.rank}. "
+            f"{' '.join(map(escape, filter(None, (self.verdict, raised, self.span))))}</p>"
             f"<table><caption>What holds the peak ({self.certainty})</caption><thead><tr>"
             f"<th scope='col' style='text-align:left'>category</th><th scope='col'>GiB</th><th scope='col'>share</th>"
             f"</tr></thead><tbody>{rows}</tbody></table>{warnings}</div>"
@@ -306,6 +319,7 @@ class Result:
             gpu_memory_bytes=gpu.total_memory_bytes,
             fits=peak.bytes < gpu.total_memory_bytes,
             warnings=tuple(warnings),
+            raised=next((row.tensor for row in self.ledger.rows if row.kind == PROFILE), None),
         )
 
     def __repr__(self) -> str:

@@ -8,10 +8,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
-GROUND = {"errors", "workload"}
+GROUND = {"errors", "files", "workload"}
 TABLE = GROUND | {"ledger", "allocator", "comparison", "summary"}
 MAY_IMPORT = {
     "errors": set(),
+    "files": set(),
     "workload": GROUND,
     "ledger": TABLE,
     "allocator": TABLE,

@@ -165,6 +165,17 @@ def test_malformed_yaml_is_one_sentence(labkit: Command, content: bytes, text: s
         (("study",), "Missing command"),
         (("estimate", "--jsn", "x"), "No such option: --jsn"),
         (("study", "run", "--workers", "0", "x"), "'--workers'"),
+        (("study", "run", "--store", "", "x"), "Invalid value for '--store': it is empty"),
+        (("estimate", "--profiles", " ", "x"), "Invalid value for '--profiles': it is empty"),
+        (("estimate", "--profiles", "nowhere", str(MOONLIGHT)), "nowhere: no folder of profiles"),
+        (
+            ("profile", "add", str(MOONLIGHT), "--profiles", "p", "--peak-allocated-bytes", "0", "--source", "me"),
+            "'--peak-allocated-bytes'",
+        ),
+        (
+            ("profile", "add", str(MOONLIGHT), "--profiles", "p", "--peak-allocated-bytes", "1", "--source", " "),
+            "'--source'",
+        ),
         (("study", "run", "--only", "moe_akt", str(data_directory() / "studies" / "moonlight-16b.yaml")), "[moe_act]"),
     ],
 )
@@ -180,6 +191,33 @@ def test_estimate_prints_one_json_object_that_is_a_summary(labkit: Command) -> N
     assert summary.workload.model.name == "moonlight-16b-a3b"
     assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
     assert summary.fits
+
+
+def test_a_measured_peak_is_kept_and_raises_the_estimate(labkit: Command, tmp_path: Path) -> None:
+    profiles = ("--profiles", tmp_path / "profiles")
+    peak = ("--peak-allocated-bytes", "60000000000")
+    added = labkit("profile", "add", MOONLIGHT, *profiles, *peak, "--source", "somebody, H100")
+    assert (added.returncode, added.stderr) == (0, "")
+    kept = Path(added.stdout.strip())
+    raised = Summary.model_validate_json(labkit("estimate", MOONLIGHT, *profiles, "--json").stdout, strict=False)
+    assert raised.peak_allocated_bytes == 60_000_000_000
+    assert raised.raised == "measured at sequence 4096, micro-batch 1: somebody, H100"
+    kept.write_text("{}")
+    damaged = labkit("estimate", MOONLIGHT, *profiles, "--json")
+    assert damaged.returncode == 0
+    assert f"{kept}: left out, a damaged profile" in damaged.stderr
+    assert Summary.model_validate_json(damaged.stdout, strict=False).raised is None
+
+
+def test_what_a_study_measured_is_kept(labkit: Command, tmp_path: Path) -> None:
+    store = tmp_path / "results"
+    study = data_directory() / "studies" / "moonlight-16b.yaml"
+    learned = labkit("profile", "learn", study, "--store", store, "--profiles", tmp_path / "profiles")
+    assert learned.returncode == 0
+    # Nothing is traced in this store, but six peaks were published.
+    assert len(set(learned.stdout.split())) == len(list((tmp_path / "profiles").iterdir())) == 6
+    raised = labkit("estimate", MOONLIGHT, "--profiles", tmp_path / "profiles", "--json")
+    assert Summary.model_validate_json(raised.stdout, strict=False).peak_allocated_bytes == 36_618_000_000
 
 
 def test_estimate_prints_a_table_for_people(labkit: Command) -> None:

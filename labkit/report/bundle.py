@@ -9,7 +9,7 @@ from typing import Final
 import vl_convert
 from platformdirs import user_cache_path
 
-from labkit.report.files import write_atomically
+from labkit.files import write_atomically
 
 VEGALITE_VERSION: Final = "6.4"
 """Of the libraries in a report; what charts may use is Vega-Lite 5, which it also understands."""

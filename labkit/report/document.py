@@ -7,8 +7,9 @@ import nbformat
 
 import labkit
 from labkit.errors import WorkError
+from labkit.files import write_atomically
 from labkit.report.execute import execute
-from labkit.report.files import check_output, write_atomically
+from labkit.report.files import check_output
 from labkit.report.heading import Fact
 from labkit.report.html import render
 from labkit.report.parameters import RecomputeStudy

@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 from rich.console import Console
 
 from labkit.errors import WorkError
-from labkit.report.files import write_atomically
+from labkit.files import write_atomically
 from labkit.report.heading import RESULT_VARIABLE, Heading
 from labkit.report.kernel import kernel_environment
 from labkit.workload.base import Part

@@ -1,6 +1,5 @@
-"""Files that are there whole or not at all."""
+"""Where a report may be written."""
 
-import os
 from pathlib import Path
 
 from labkit.errors import InputError
@@ -20,22 +19,3 @@ def check_output(path: Path) -> None:
         raise InputError(f"{path}: is no regular file; give the report another name")
     if path.parent.exists() and not path.parent.is_dir():
         raise InputError(f"{path.parent}: is no folder; give the report another place")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to `path`, making its folder: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: the folder or the file cannot be written; nothing is left behind.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

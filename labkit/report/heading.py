@@ -6,7 +6,7 @@ from typing import Self
 
 import polars as pl
 
-from labkit.report.files import write_atomically
+from labkit.files import write_atomically
 from labkit.workload.base import Many, Part
 
 RESULT_VARIABLE = "LABKIT_NOTEBOOK_RESULT"

@@ -67,6 +67,7 @@ _CATEGORY_COLOURS = {
     "optimizer step": "#5f6771",
     "workspaces": "#adb4bc",
     "allocator remainders": "#d3d8dd",
+    "above the estimate": "#5d3a9b",
     PUBLISHED_TOTAL: "#c3c9d0",
 }
 

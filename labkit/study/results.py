@@ -1,5 +1,6 @@
 """What a study knows: for each candidate the estimate, the traced result and the published figures."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from labkit.memory.estimate import Estimate
+    from labkit.memory.profiles import Observation
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,22 @@ class Results:
         from labkit.study import frames
 
         return frames.contract(self)
+
+    @property
+    def observations(self) -> "Iterator[Observation]":
+        """Every peak that was traced or published, for `labkit.memory.profiles`."""
+        from labkit.memory.profiles import Observation
+
+        for result in self.candidates:
+            for measurement in (result.measurement, result.published):
+                peak = None if measurement is None else measurement.peak_allocated_bytes
+                if measurement is not None and measurement.outcome == "ok" and peak:
+                    yield Observation(
+                        workload=measurement.workload,
+                        peak_allocated_bytes=peak,
+                        certainty="traced" if measurement.driver == "trace" else "measured",
+                        source=measurement.source[:1000] or measurement.driver,
+                    )
 
     @cached_property
     def decided(self) -> Decision:

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from labkit.errors import InputError, nearest
+from labkit.files import read_regular
 
 _MAXIMUM_BYTES = 4 * 2**20
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -46,11 +47,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
         InputError: it cannot be read, is larger than 4 MiB, is not YAML, or holds no mapping with text keys.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAXIMUM_BYTES + 1)  # not the whole: a device has no end
-        if len(content) > _MAXIMUM_BYTES:
-            raise InputError(f"{path}: larger than 4 MiB; a workload or study file is a few hundred lines")
-        text = content.decode("utf-8")
+        text = read_regular(path, _MAXIMUM_BYTES).decode("utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:

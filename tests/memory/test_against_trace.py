@@ -1,7 +1,7 @@
 """The estimate against a trace of the real Megatron code: every phase, static and retained bytes apart.
 
-Neither side knows the other. Every fourth case of a family runs in `make test`; the others carry the marker `grid`,
-and `make grid` runs all of them.
+Neither side knows the other; each pipeline stage is compared. Every fourth case of a family runs in `make test`; the
+others carry the marker `grid`, and `make grid` runs all of them.
 """
 
 from collections.abc import Iterator
@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from labkit.drivers.trace.server import TraceServer
-from labkit.memory.estimate import estimate
 from tests.memory.grid import FAMILIES, workload
-from tests.memory.grid.agreement import BETWEEN_STEPS_TOLERANCE, PEAK_TOLERANCE, RETAINED_TOLERANCE, agreement
+from tests.memory.grid.agreement import BETWEEN_STEPS_TOLERANCE, PEAK_TOLERANCE, RETAINED_TOLERANCE, stages
 
 CASES = [
     pytest.param(f"{family}: {name}", marks=[] if position % 4 == 0 else [pytest.mark.grid])
@@ -28,9 +27,9 @@ def server() -> Iterator[TraceServer]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_estimate_agrees_with_the_trace(server: TraceServer, name: str) -> None:
-    case = workload(name)
-    errors = agreement(estimate(case).summary, server.run(case).summary)
-    assert abs(errors.between_steps) <= BETWEEN_STEPS_TOLERANCE
-    assert abs(errors.retained) <= RETAINED_TOLERANCE
-    assert abs(errors.phase) <= PEAK_TOLERANCE, errors.worst_phase
-    assert abs(errors.peak) <= PEAK_TOLERANCE
+    for pair in stages(workload(name), server):
+        errors, rank = pair.agreement, pair.traced.rank
+        assert abs(errors.between_steps) <= BETWEEN_STEPS_TOLERANCE, rank
+        assert abs(errors.retained) <= RETAINED_TOLERANCE, rank
+        assert abs(errors.phase) <= PEAK_TOLERANCE, (errors.worst_phase, rank)
+        assert abs(errors.peak) <= PEAK_TOLERANCE, rank

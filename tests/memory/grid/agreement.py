@@ -1,8 +1,12 @@
 """How far an estimate is from a trace of the same workload, and how far it may be."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from labkit.drivers.trace.server import TraceServer
+from labkit.memory.estimate import estimate
 from labkit.summary import Summary
+from labkit.workload import Workload
 
 RETAINED_TOLERANCE = 2e-3
 PEAK_TOLERANCE = 1e-2
@@ -22,9 +26,33 @@ class Agreement(NamedTuple):
     worst_phase: str
 
     @property
+    def severity(self) -> float:
+        """How much of what the grid allows is used up, by the worse of retained bytes and peak allocated."""
+        return max(abs(self.retained) / RETAINED_TOLERANCE, abs(self.peak) / PEAK_TOLERANCE)
+
+    @property
     def holds(self) -> bool:
         """Whether what the grid promises holds: retained bytes and peak allocated."""
-        return abs(self.retained) <= RETAINED_TOLERANCE and abs(self.peak) <= PEAK_TOLERANCE
+        return self.severity <= 1
+
+
+class Pair(NamedTuple):
+    """Both sides of one pipeline stage."""
+
+    estimated: Summary
+    traced: Summary
+
+    @property
+    def agreement(self) -> Agreement:
+        """The estimate's errors."""
+        return agreement(self.estimated, self.traced)
+
+
+def stages(workload: Workload, server: TraceServer) -> Iterator[Pair]:
+    """Both sides of every pipeline stage: recompute can move the peak from one to another."""
+    for stage in range(workload.parallelism.pp):
+        estimated = estimate(workload, stage)
+        yield Pair(estimated.summary, server.run(workload, rank=estimated.rank).summary)
 
 
 def agreement(estimated: Summary, traced: Summary) -> Agreement:
@@ -46,12 +74,12 @@ def _error(ours: int, theirs: int) -> float:
 
 
 def _tensor_peaks(summary: Summary) -> dict[str, int]:
-    """The first micro-batch's peak of each phase of a step: all micro-batches are alike.
+    """The peak of each phase of a step.
 
     Setup is left out: its peak is lower than any step's, and what it leaves is compared as bytes between steps.
     """
-    phases: dict[str, int] = {}
-    for phase in summary.phases:
-        if phase.iteration:
-            phases.setdefault(f"{phase.phase} of iteration {phase.iteration}", phase.peak_tensor_bytes)
-    return phases
+    return {
+        f"{phase.phase} of iteration {phase.iteration}": phase.peak_tensor_bytes
+        for phase in summary.phases
+        if phase.iteration
+    }

@@ -1,0 +1,46 @@
+"""Reading and writing whole files: what is read is a regular file of bounded size, what is written is there whole."""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+
+def read_regular(path: Path, maximum_bytes: int) -> bytes:
+    """The content of a regular file; a pipe, a device or a folder is never waited for or read.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or is larger than `maximum_bytes`.
+    """
+    # Without O_NONBLOCK a pipe that nobody writes to would be waited for here.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "no regular file", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(maximum_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > maximum_bytes:
+        raise OSError(0, f"larger than {maximum_bytes / 2**20:g} MiB", str(path))
+    return content
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) to `path`, making its folder: a reader sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: the folder or the file cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the process's number: machines that share a folder may have the same.
+    temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
