@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from labkit.workload import Model, Workload
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parallel_groups(workload: Workload, *, seed: int = 1234) -> None:

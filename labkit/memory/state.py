@@ -1,15 +1,16 @@
-"""What is alive between steps: parameters, gradient buffers, optimizer state.
+"""What is alive between steps: parameters, gradient buffers, and the optimizer's part (`labkit.memory.optimizer`).
 
 Sources: Megatron Core `distributed/param_and_grad_buffer.py`, `optimizer/param_layout.py`,
-`optimizer/distrib_optimizer.py`; Transformer Engine `optimizers/fused_adam.py`.
+`optimizer/distrib_optimizer.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from labkit.ledger import Lifetime, rounded
+from labkit.ledger import rounded
 from labkit.memory.book import Book
+from labkit.memory.optimizer import Shard, ShardedOptimizer
 from labkit.memory.tape import DTYPE_BYTES, Parameter
 from labkit.workload import Workload
 
@@ -20,22 +21,16 @@ _BUCKET_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """The stretch of a parameter whose optimizer state this rank holds."""
-
-    parameter: Parameter
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
 class Buffer:
-    """One contiguous DDP buffer: parameters and gradients of one reduction group."""
+    """One contiguous DDP buffer: gradients, and parameters too if they are gathered, of one reduction group."""
 
     name: str
     """Path of the attribute of `DistributedDataParallel` that holds it."""
     numel: int
     """With padding."""
+    parameters: tuple[Parameter, ...]
     shards: tuple[Shard, ...]
+    """What of them the optimizer of this rank steps."""
 
 
 def buffers(parameters: Sequence[Parameter], workload: Workload, *, bucketed: bool = True) -> list[Buffer]:
@@ -47,22 +42,29 @@ def buffers(parameters: Sequence[Parameter], workload: Workload, *, bucketed: bo
     found: dict[bool, list[Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.expert, []).append(parameter)
+    if not workload.training.data_parallel.use_distributed_optimizer:
+        return [_whole(_NAMES[expert], members) for expert, members in found.items()]
+    ranks = layout.dp * layout.cp
     bucket_size = None
     if bucketed and workload.training.data_parallel.overlap_grad_reduce:
-        # DistributedDataParallel.__init__
-        bucket_size = max(40_000_000, 1_000_000 * layout.dp)
+        # `megatron.training.training.resolve_ddp_bucket_size`
+        bucket_size = max(40_000_000, 1_000_000 * ranks)
     return [
-        _buffer(
-            "expert_parallel_buffers.0" if expert else "buffers.0",
-            members,
-            layout.edp if expert else layout.dp * layout.cp,
-            bucket_size,
-        )
+        _sharded(_NAMES[expert], members, layout.edp if expert else ranks, bucket_size)
         for expert, members in found.items()
     ]
 
 
-def _buffer(name: str, parameters: list[Parameter], ranks: int, bucket_size: int | None) -> Buffer:
+_NAMES = {False: "buffers.0", True: "expert_parallel_buffers.0"}
+
+
+def _whole(name: str, parameters: Sequence[Parameter]) -> Buffer:
+    """Without a distributed optimizer: no padding (`_compute_default_per_buffer_param_layout`), whole parameters."""
+    shards = tuple(Shard(parameter, parameter.numel) for parameter in parameters)
+    return Buffer(name, sum(shard.numel for shard in shards), tuple(parameters), shards)
+
+
+def _sharded(name: str, parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> Buffer:
     """Lay parameters out in reverse order, padded, in buckets of about `bucket_size` elements.
 
     Source: `DistributedOptimizer._compute_per_buffer_param_layout`; rank 0 owns the first part of each bucket.
@@ -90,7 +92,7 @@ def _buffer(name: str, parameters: list[Parameter], ranks: int, bucket_size: int
             start = bucket_start = finish(start)
     if members:
         start = finish(start)
-    return Buffer(name, start, tuple(shards))
+    return Buffer(name, start, tuple(parameters), tuple(shards))
 
 
 class State:
@@ -98,70 +100,55 @@ class State:
 
     def __init__(self, chunks: Sequence[Sequence[Parameter]], workload: Workload, stage: int = 0) -> None:
         """Of pipeline rank `stage`, whose model chunks have these parameters."""
+        training = workload.training
         self._parameters = [parameter for chunk in chunks for parameter in chunk]
-        self._buffers: list[Buffer] = []
-        for index, chunk in enumerate(chunks if workload.training.steps_optimizer else ()):
-            trained = [parameter for parameter in chunk if parameter.trainable]
-            self._buffers += buffers(trained, workload, bucketed=stage == index == 0)
-        self._dtype = workload.training.precision
-        self._optimizer = workload.training.optimizer
-        self._gradient_dtype = "fp32" if workload.training.data_parallel.grad_reduce_in_fp32 else self._dtype
-        self._gradient_copies: list[int] = []
-        self._moments_exist = False
+        self._buffers = [
+            buffer
+            for index, chunk in enumerate(chunks)
+            for buffer in buffers([each for each in chunk if each.trainable], workload, bucketed=stage == index == 0)
+            if training.steps_optimizer
+        ]
+        self._gathers = training.data_parallel.use_distributed_optimizer
+        self._dtype = training.precision
+        self._gradient_dtype = "fp32" if training.data_parallel.grad_reduce_in_fp32 else self._dtype
+        shards = [shard for buffer in self._buffers for shard in buffer.shards]
+        self._optimizer = ShardedOptimizer(shards, workload, self._gradient_dtype)
 
     def set_up(self, book: Book) -> None:
-        """Build the model, move what trains into DDP's buffers, make the main parameters."""
-        built = []
-        for parameter in self._parameters:
-            moves = bool(self._buffers) and parameter.trainable
-            number = book.open(
-                parameter.name.rsplit(".", 1)[1],
-                parameter.shape,
-                self._dtype,
-                rounded(parameter.numel * DTYPE_BYTES[self._dtype]),
-                module=parameter.name.rsplit(".", 1)[0],
-                kind="parameters",
-                layer=parameter.layer,
-                lifetime="transient" if moves else "state",
-            )
-            built += [number] * moves
+        """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
+        moving = {parameter for buffer in self._buffers if self._gathers for parameter in buffer.parameters}
+        built = {
+            parameter: self._open_parameter(book, parameter, parameter in moving) for parameter in self._parameters
+        }
         for buffer in self._buffers:
-            self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
+            if self._gathers:
+                self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
             self._open_buffer(book, buffer, "grad_data", self._gradient_dtype, "gradients")
-        for number in built:
-            book.close(number)
-        if not self._optimizer.main_params_in_te:
-            for shard in self._shards:
-                # `shard_model_param.clone().float()`
-                clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
-                self._open_shard(book, shard, "main_param", self._optimizer.main_params_dtype, "state")
-                book.close(clone)
+            if self._gathers:
+                for parameter in reversed(buffer.parameters):
+                    book.close(built[parameter])
+        self._optimizer.set_up(book)
+
+    def _open_parameter(self, book: Book, parameter: Parameter, moves: bool) -> int:
+        module, _, name = parameter.name.rpartition(".")
+        return book.open(
+            name,
+            parameter.shape,
+            self._dtype,
+            rounded(parameter.numel * DTYPE_BYTES[self._dtype]),
+            module=module,
+            kind="parameters",
+            layer=parameter.layer,
+            lifetime="transient" if moves else "state",
+        )
 
     def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
         book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state")
 
-    @property
-    def _shards(self) -> list[Shard]:
-        return [shard for buffer in self._buffers for shard in buffer.shards]
-
-    def _open_shard(self, book: Book, shard: Shard, name: str, dtype: str, lifetime: Lifetime) -> int:
-        return book.open(
-            name,
-            (shard.numel,),
-            dtype,
-            rounded(shard.numel * DTYPE_BYTES[dtype]),
-            module=shard.parameter.name,
-            kind="optimizer",
-            layer=shard.parameter.layer,
-            lifetime=lifetime,
-        )
-
     def zero_gradients(self, book: Book) -> None:
-        """Start of a step: the last step's gradient copies go (`optimizer.zero_grad`)."""
-        for number in self._gradient_copies:
-            book.close(number)
-        self._gradient_copies.clear()
+        """Start of a step."""
+        self._optimizer.zero_gradients(book)
 
     def sync_gradients(self, book: Book) -> None:
         """After backward, gradients of replicated parameters are concatenated and summed over tensor-parallel ranks.
@@ -178,79 +165,5 @@ class State:
             )
 
     def step(self, book: Book) -> None:
-        """Optimizer step: fp32 gradient copies where Megatron holds the main parameters; moments on the first step.
-
-        Sources: `DistributedOptimizer._copy_model_grads_to_main_grads`, `FusedAdam.step`.
-        """
-        if not self._optimizer.main_params_in_te and self._gradient_dtype != "fp32":
-            self._gradient_copies = [
-                self._open_shard(book, shard, "fp32 gradient", "fp32", "transient") for shard in self._shards
-            ]
-        for group in self._groups:
-            copies = []
-            for shard in group:
-                if not self._moments_exist:
-                    self._make_moments(book, shard)
-                copies += [
-                    self._open_shard(book, shard, f"fp32 {name}", "fp32", "transient") for name in self._unfused_moments
-                ]
-            for number in copies:
-                book.close(number)
-        if not self._moments_exist:
-            self._moments_exist = True
-            self._make_scales(book)
-
-    @property
-    def _groups(self) -> list[list[Shard]]:
-        """Shards in the order FusedAdam steps them: dense before experts, matrices (weight decay) before vectors."""
-        return [
-            [shard for shard in buffer.shards if (len(shard.parameter.shape) > 1) == matrices]
-            for buffer in self._buffers
-            for matrices in (True, False)
-        ]
-
-    @property
-    def _moments(self) -> list[tuple[str, str]]:
-        return [("exp_avg", self._optimizer.exp_avg_dtype), ("exp_avg_sq", self._optimizer.exp_avg_sq_dtype)]
-
-    @property
-    def _unfused_moments(self) -> list[str]:
-        """Moments that the step copies to fp32, group by group: of bf16, unless both are (`FusedAdam.fuse_unscale`)."""
-        narrow = [name for name, dtype in self._moments if dtype == "bf16"]
-        return narrow if len(narrow) == 1 else []
-
-    @property
-    def _states(self) -> list[tuple[str, str]]:
-        """Names and dtypes of what FusedAdam keeps of a shard."""
-        optimizer = self._optimizer
-        if not optimizer.main_params_in_te:
-            return self._moments
-        # With remainders it keeps 16 bits beside each bf16 parameter, else the whole fp32 one.
-        return [*self._moments, ("master_param", "bf16" if optimizer.store_param_remainders else "fp32")]
-
-    def _make_moments(self, book: Book, shard: Shard) -> None:
-        """`FusedAdam.initialize_state`."""
-        for name, dtype in self._states:
-            self._open_shard(book, shard, name, dtype, "state")
-        if ("master_param", "fp32") in self._states:
-            # `master = param.clone().detach().float()` on its way into the state.
-            clone = self._open_shard(book, shard, "parameter copy", self._dtype, "transient")
-            master = self._open_shard(book, shard, "fp32 parameter copy", "fp32", "transient")
-            book.close(clone)
-            book.close(master)
-
-    def _make_scales(self, book: Book) -> None:
-        """One fp32 scalar for each state that is not fp32."""
-        count = sum(dtype != "fp32" for _, dtype in self._states) * len(self._shards)
-        if count:
-            nbytes = rounded(4) * count
-            book.open(
-                "state scales",
-                (1,),
-                "fp32",
-                nbytes,
-                module="optimizer",
-                kind="optimizer",
-                lifetime="state",
-                count=count,
-            )
+        """The optimizer's step."""
+        self._optimizer.step(book)

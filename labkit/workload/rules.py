@@ -140,16 +140,34 @@ def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
 
 
 def _optimizer(workload: "Workload") -> Iterator[Finding]:
-    """`OptimizerConfig.__post_init__`: other dtypes than fp32 need the precision-aware optimizer."""
-    optimizer = workload.training.optimizer
-    for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(optimizer, name) != "fp32" and not optimizer.use_precision_aware_optimizer:
+    """`OptimizerConfig.__post_init__`, `DistributedOptimizer.__init__`, `megatron.training.arguments.validate_args`."""
+    optimizer, data_parallel = workload.training.optimizer, workload.training.data_parallel
+    aware = optimizer.use_precision_aware_optimizer
+    for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(optimizer, name) != "fp32" and not aware:
             yield Finding(
                 "error",
                 f"training.optimizer.{name}",
                 f"{getattr(optimizer, name)} needs the precision-aware optimizer",
                 "set training.optimizer.use_precision_aware_optimizer: true",
             )
+    if aware and optimizer.optimizer != "adam":
+        field = "training.optimizer.use_precision_aware_optimizer"
+        yield Finding("error", field, f"{optimizer.optimizer} has no precision-aware form", "use adam or leave it off")
+    at = "training.data_parallel."
+    if optimizer.optimizer == "sgd" and data_parallel.use_distributed_optimizer:
+        reason = "Megatron Core distributes no momentum of sgd"
+        yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it and overlap_param_gather to false")
+    if not data_parallel.use_distributed_optimizer:
+        if aware:
+            reason = "the precision-aware optimizer is a distributed one"
+            yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it to true")
+        if data_parallel.overlap_param_gather:
+            reason = "only a distributed optimizer gathers parameters"
+            yield Finding("error", f"{at}overlap_param_gather", reason, "set it to false")
+    if data_parallel.overlap_param_gather and not data_parallel.overlap_grad_reduce:
+        reason = "parameters are gathered in the background only where gradients are reduced there"
+        yield Finding("error", f"{at}overlap_param_gather", reason, "set it to false or overlap_grad_reduce to true")
 
 
 def _layout(workload: "Workload") -> Iterator[Finding]:

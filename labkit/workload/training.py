@@ -6,7 +6,7 @@ from labkit.workload.base import Part
 from labkit.workload.runtime import Lora, Runtime
 
 FloatName = Literal["fp32", "bf16"]
-FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
+FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class Kernels(Part):
@@ -29,7 +29,7 @@ class Kernels(Part):
 class DataParallel(Part):
     """Megatron Core `DistributedDataParallelConfig`."""
 
-    use_distributed_optimizer: Literal[True] = True
+    use_distributed_optimizer: bool = True
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
@@ -39,12 +39,12 @@ class DataParallel(Part):
 class Optimizer(Part):
     """Megatron Core `OptimizerConfig`, as far as it decides memory."""
 
-    optimizer: Literal["adam"] = "adam"
+    optimizer: Literal["adam", "sgd"] = "adam"
     use_precision_aware_optimizer: bool = False
-    main_params_dtype: Literal["fp32"] = "fp32"
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     main_grads_dtype: FloatName = "fp32"
-    exp_avg_dtype: FloatName = "fp32"
-    exp_avg_sq_dtype: FloatName = "fp32"
+    exp_avg_dtype: FloatName | Literal["fp16"] = "fp32"
+    exp_avg_sq_dtype: FloatName | Literal["fp16"] = "fp32"
     store_param_remainders: bool = True
     """Keep only the low 16 bits of the fp32 main parameters beside the bf16 ones (where the optimizer holds them)."""
     fp8_recipe: Literal["delayed", "tensorwise"] | None = None
@@ -57,7 +57,8 @@ class Optimizer(Part):
 
         Source: `OptimizerConfig.use_precision_aware_optimizer_no_fp8_or_ds_fp8`.
         """
-        return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
+        copies = self.main_params_dtype == "fp32" and self.fp8_recipe not in (None, "delayed")
+        return self.use_precision_aware_optimizer and not copies
 
 
 class Software(Part):

@@ -136,6 +136,7 @@ def test_a_misspelt_key_is_named_before_the_one_it_leaves_missing(moonlight: Wor
 
 MOE = "model__mixture_of_experts__"
 OPTIMIZER = "training__optimizer__"
+DATA_PARALLEL = "training__data_parallel__"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,15 @@ OPTIMIZER = "training__optimizer__"
         {f"{MOE}moe_router_topk": 1},
         {f"{OPTIMIZER}exp_avg_dtype": "bf16"},
         {f"{OPTIMIZER}main_grads_dtype": "bf16"},
+        {f"{OPTIMIZER}main_params_dtype": "fp16"},
+        {f"{OPTIMIZER}optimizer": "sgd"},
+        {f"{DATA_PARALLEL}use_distributed_optimizer": False},
+        {f"{DATA_PARALLEL}overlap_grad_reduce": False},
+        {
+            f"{DATA_PARALLEL}use_distributed_optimizer": False,
+            f"{DATA_PARALLEL}overlap_param_gather": False,
+            f"{OPTIMIZER}use_precision_aware_optimizer": True,
+        },
         {f"{MOE}moe_router_num_groups": 3, f"{MOE}moe_router_group_topk": 1},
         {f"{MOE}moe_router_group_topk": 2},
         {f"{MOE}moe_router_num_groups": 2, f"{MOE}moe_router_group_topk": 4},
@@ -172,6 +182,12 @@ def test_what_megatron_or_memory_cannot_run_is_refused(changes: dict[str, object
         {f"{MOE}moe_router_num_groups": 3},
         {f"{MOE}moe_router_num_groups": 4, f"{MOE}moe_router_group_topk": 2, f"{MOE}moe_router_topk": 3},
         {"model__hidden_size": 258},
+        {f"{DATA_PARALLEL}use_distributed_optimizer": False, f"{DATA_PARALLEL}overlap_param_gather": False},
+        {
+            f"{DATA_PARALLEL}use_distributed_optimizer": False,
+            f"{DATA_PARALLEL}overlap_param_gather": False,
+            f"{OPTIMIZER}optimizer": "sgd",
+        },
         {"model__ffn_hidden_size": 513, f"{MOE}moe_layer_freq": 1},
     ],
 )

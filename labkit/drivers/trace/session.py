@@ -139,7 +139,8 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         for group in ("buffers", "expert_parallel_buffers"):
             for index, buffer in enumerate(getattr(buffers, group)):
                 path = f"{group}.{index}" if len(wrapped) == 1 else f"model_chunk{number}.{group}.{index}"
-                name(buffer.param_data, "parameters", f"{path}.param_data")
+                if buffer.param_data is not None:
+                    name(buffer.param_data, "parameters", f"{path}.param_data")
                 name(buffer.grad_data, "gradients", f"{path}.grad_data")
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(workload, wrapped)

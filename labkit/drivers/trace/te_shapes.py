@@ -244,6 +244,7 @@ _FUNCTIONS: dict[str, Any] = {
     "multi_tensor_adam": _in_place,
     "multi_tensor_adam_param_remainder": _in_place,
     "multi_tensor_scale": _in_place,
+    "multi_tensor_sgd": _in_place,
     "multi_tensor_scale_tensor": _in_place,
     # Versions decide code paths: cuBLASLt 13.2 keeps the grouped GEMM over lists (13.4 takes another one on Hopper).
     "get_cudnn_version": lambda: 92100,

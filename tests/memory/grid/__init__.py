@@ -8,9 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, gdn, hybrid, mamba, moe, moonlight
+from tests.memory.grid import attention, gdn, hybrid, mamba, moe, moonlight, state
 
-FAMILIES = {"moonlight": moonlight, "moe": moe, "gdn": gdn, "mamba": mamba, "hybrid": hybrid, "attention": attention}
+FAMILIES = {
+    "attention": attention,
+    "gdn": gdn,
+    "hybrid": hybrid,
+    "mamba": mamba,
+    "moe": moe,
+    "moonlight": moonlight,
+    "state": state,
+}
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]
 
 
