@@ -123,6 +123,7 @@ def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
         **fields,
         "moe_grouped_gemm": kernels.moe_grouped_gemm,
         "moe_token_dispatcher_type": kernels.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": kernels.moe_flex_dispatcher_backend,
         "moe_permute_fusion": kernels.moe_permute_fusion,
         "moe_shared_expert_overlap": kernels.moe_shared_expert_overlap and shared,
     }

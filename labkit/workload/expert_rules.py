@@ -31,10 +31,6 @@ def _not_priced(moe: "MixtureOfExperts") -> Iterator[Finding]:
     """What Megatron Core can run and labkit has no rows for yet."""
     refused = {
         "moe_shared_expert_gate": (moe.moe_shared_expert_gate, "a gate"),
-        "moe_latent_size": (moe.moe_latent_size is not None, "a latent width"),
-        "moe_router_load_balancing_type": (moe.moe_router_load_balancing_type == "global_aux_loss", "global_aux_loss"),
-        "moe_z_loss_coeff": (moe.moe_z_loss_coeff is not None, "z-loss"),
-        "moe_expert_capacity_factor": (moe.moe_expert_capacity_factor is not None, "a capacity"),
     }
     for field, (broken, what) in refused.items():
         if broken:

@@ -52,11 +52,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "training.kernels.bias_dropout_fusion": (not kernels.bias_dropout_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
-        "training.kernels.moe_token_dispatcher_type": (
-            kernels.moe_token_dispatcher_type != "alltoall",
-            kernels.moe_token_dispatcher_type,
-        ),
-        "training.kernels.moe_permute_fusion": (not kernels.moe_permute_fusion, "no fusion"),
     }
     for field, (broken, what) in refused.items():
         if broken:
@@ -221,16 +216,6 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
             "parallelism.expert_tensor_parallel_size",
             "moe_ffn_hidden_size",
         )
-        if layout.etp != 1:
-            yield Finding(
-                "error",
-                "parallelism.expert_tensor_parallel_size",
-                f"{layout.etp} is not supported by this version of labkit"
-                + (
-                    " (left out it is tensor_model_parallel_size)" if layout.expert_tensor_parallel_size is None else ""
-                ),
-                "set it to 1",
-            )
         if moe.moe_shared_expert_intermediate_size is not None:
             yield from _divides(tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size")
         expert_group = layout.etp * ep * layout.pp

@@ -1,6 +1,8 @@
 """Token dispatchers ask the device how many rows go where; a trace answers from the workload's routing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,34 +15,160 @@ from labkit.workload import Workload
 _PINNED = "nothing on the device: counts are copied to pinned host memory"
 
 
-def replacements(workload: Workload) -> Iterator[Replacement]:
-    """The answers for one workload; imports Megatron Core."""
-    from megatron.core.transformer.moe import moe_layer
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+class Dispatchers:
+    """The answers for one workload, and what they replace in Megatron Core."""
 
-    set_layer_number = moe_layer.BaseMoELayer.set_layer_number
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._answers: list[Splits] = []
+        """Plans of the dispatchers that run now."""
 
-    def tell_dispatcher(self: Any, layer_number: int) -> None:
-        set_layer_number(self, layer_number)
-        behind = getattr(self.router, "is_mtp_layer", False)
-        self.token_dispatcher.labkit_layer = None if behind else layer_number - 1
+    @property
+    def operators(self) -> Mapping[Any, Callable[..., Any]]:
+        """PyTorch operators whose result has as many rows as the router decides."""
+        return {torch.ops.aten.masked_select.default: self._masked_select}
 
-    yield Replacement(moe_layer.BaseMoELayer, "set_layer_number", tell_dispatcher, NOTHING)
+    def replacements(self) -> Iterator[Replacement]:
+        """Methods that read from the device; imports Megatron Core."""
+        from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
 
-    def plan(dispatcher: Any, tokens: int) -> Splits:
-        return splits(workload, dispatcher.labkit_layer, tokens, dispatcher.ep_rank)
+        set_layer_number = moe_layer.BaseMoELayer.set_layer_number
 
-    def copy_to_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if self.drop_and_pad or point != self.cuda_dtoh_point:
+        def tell_dispatcher(layer: Any, layer_number: int) -> None:
+            set_layer_number(layer, layer_number)
+            behind = getattr(layer.router, "is_mtp_layer", False)
+            layer.token_dispatcher.labkit_layer = None if behind else layer_number - 1
+
+        yield Replacement(moe_layer.BaseMoELayer, "set_layer_number", tell_dispatcher, NOTHING)
+        alltoall = token_dispatcher.MoEAlltoAllTokenDispatcher
+        yield Replacement(alltoall, "_maybe_dtoh_and_synchronize", self._copy_to_host, _PINNED)
+        for owner, name in (
+            (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess"),
+            (token_dispatcher.MoEFlexTokenDispatcher, "token_dispatch"),
+        ):
+            yield Replacement(owner, name, self._answering(getattr(owner, name)), NOTHING)
+        yield Replacement(torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu), _PINNED)
+        yield from self._hybrid_ep(fused_a2a, token_dispatcher)
+
+    def _hybrid_ep(self, fused_a2a: Any, token_dispatcher: Any) -> Iterator[Replacement]:
+        """What `fused_a2a` defines where DeepEP is installed."""
+        made = type("HybridEPBuffer", (_HybridEPBuffer,), {"tokens_per_expert": lambda: self._tokens_per_expert})
+        what = "rows, probabilities and the handle's tensors; its symmetric buffers are not PyTorch's"
+        yield Replacement(fused_a2a, "HybridEPBuffer", made, what)
+        yield Replacement(fused_a2a, "_hybrid_ep_buffer", None, NOTHING)
+
+        def dispatch(x: Any, routing_map: Any, probs: Any, group: Any, num_local_experts: int, **options: Any) -> Any:
+            names = ("num_sms_dispatch_api", "num_sms_combine_api", "num_blocks_permute", "num_blocks_unpermute")
+            names = (*names, "fused", "num_permuted_tokens", "pad_multiple", "num_sms_preprocessing_api")
+            given = [options.get(name) for name in names]
+            return fused_a2a.HybridEPDispatch.apply(x, routing_map, probs, group, num_local_experts, *given)
+
+        def combine(x: Any, handle: Any, num_permuted_tokens: Any, pad_multiple: Any, fused: bool = False) -> Any:
+            return fused_a2a.HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, fused)
+
+        yield Replacement(token_dispatcher, "hybrid_ep_dispatch", dispatch, NOTHING)
+        yield Replacement(token_dispatcher, "hybrid_ep_combine", combine, NOTHING)
+
+    def _plan(self, dispatcher: Any, tokens: int) -> Splits:
+        return splits(self._workload, dispatcher.labkit_layer, tokens, dispatcher.ep_rank)
+
+    def _copy_to_host(self, dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        """The all-to-all dispatcher's one copy to the host."""
+        if dispatcher.drop_and_pad or point != dispatcher.cuda_dtoh_point:
             return tokens_per_expert
-        answer = plan(self, self.routing_map.shape[0])
-        self.num_out_tokens = answer.num_out_tokens
-        if self.ep_size > 1 or self.tp_size > 1:
-            self.input_splits, self.output_splits = answer.input_splits, answer.output_splits
-            self.output_splits_tp = answer.output_splits_tp
-        if self.num_local_experts > 1 and not self.config.moe_permute_fusion:
-            by_sender = np.tile(answer.from_each_sender, (answer.senders, 1))
-            self.num_global_tokens_per_local_expert = torch.from_numpy(by_sender)
-        return torch.from_numpy(answer.tokens_per_expert)
+        plan = self._plan(dispatcher, dispatcher.routing_map.shape[0])
+        dispatcher.num_out_tokens = plan.num_out_tokens
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
+            dispatcher.input_splits, dispatcher.output_splits = plan.input_splits, plan.output_splits
+            dispatcher.output_splits_tp = plan.output_splits_tp
+        if dispatcher.num_local_experts > 1 and not dispatcher.config.moe_permute_fusion:
+            by_sender = np.tile(plan.from_each_sender, (plan.senders, 1))
+            dispatcher.num_global_tokens_per_local_expert = torch.from_numpy(by_sender)
+        return torch.from_numpy(plan.tokens_per_expert)
 
-    yield Replacement(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", copy_to_host, _PINNED)
+    def _answering(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method` of a dispatcher, with its plan at hand for what it asks the device."""
+
+        @wraps(method)
+        def run(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = dispatcher.hidden_shape[:-1].numel()
+            with self._at_hand(self._plan(dispatcher, tokens)):
+                return method(dispatcher, *args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _at_hand(self, plan: Splits) -> Iterator[None]:
+        self._answers.append(plan)
+        try:
+            yield
+        finally:
+            self._answers.pop()
+
+    @property
+    def _tokens_per_expert(self) -> torch.Tensor:
+        return torch.from_numpy(self._answers[-1].tokens_per_expert)
+
+    def _to_host(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self._tokens_per_expert if self._answers and tensor.is_meta else original(tensor, *args, **kwargs)
+
+        return cpu
+
+    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """`masked_select_out_cuda`: finds the places of the mask first, a column of int64 for each dimension."""
+        rows = int(self._tokens_per_expert.sum())
+        places = torch.empty(rows, mask.dim(), dtype=torch.int64, device="meta")
+        selected = tensor.new_empty(rows)
+        del places
+        return selected
+
+
+class _HybridEPBuffer:
+    """DeepEP's `HybridEPBuffer`: what it hands out comes from PyTorch's allocator, its own buffers do not.
+
+    The package cannot be installed here. The handle's tensors are those seen on an H200, and their shapes are inferred
+    from what the package's Python half says of them, for ranks of one node.
+    """
+
+    tokens_per_expert: Callable[[], torch.Tensor]
+
+    def __init__(self, *, group: Any, num_local_experts: int, **sizes: Any) -> None:
+        self._ranks, self._local = group.size(), num_local_experts
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        handle: Any = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, Any]:
+        """(rows in experts' order, their fp32 probabilities, no scales, rows of each expert on the host, handle)."""
+        if handle is None:
+            handle = self._handle(hidden.shape[0], type(self).tokens_per_expert())
+        counts = handle[-1]
+        rows = hidden.new_empty(int(counts.sum()), hidden.shape[1])
+        chosen = None if probs is None else hidden.new_empty(rows.shape[0], dtype=torch.float32)
+        return rows, chosen, None, counts, handle
+
+    def combine_with_unpermute(
+        self, *, hidden: torch.Tensor, handle: Any, probs: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(tokens, their fp32 probabilities over all experts where those of the rows are given)."""
+        tokens = handle[0].shape[0]
+        combined = hidden.new_empty(tokens, hidden.shape[1])
+        if probs is None:
+            return combined, None
+        return combined, hidden.new_empty(tokens, self._ranks * self._local, dtype=torch.float32)
+
+    def _handle(self, tokens: int, counts: torch.Tensor) -> tuple[Any, ...]:
+        dispatched = tokens * self._ranks
+        return (
+            torch.empty(tokens, self._ranks, dtype=torch.int32, device="cuda"),  # sparse_to_dense_map
+            torch.empty(tokens, 1, dtype=torch.bool, device="cuda"),  # rdma_to_attn_map
+            torch.empty(dispatched, self._local, dtype=torch.bool, device="cuda"),  # local_expert_routing_map
+            torch.empty(dispatched, self._local, dtype=torch.int32, device="cuda"),  # dense_to_expert_map
+            counts,
+        )

@@ -14,9 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, dispatchers, gradients, megatron_patches
+from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches
 from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
+from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.origin import Origin, tensor_paths
 from labkit.drivers.trace.patches import installed
@@ -48,13 +49,14 @@ def trace_here(
         raise WorkError("this process has traced before and holds its caches; use TraceServer, which forks for each")
     started = time.monotonic()
     gpu = GPUS[workload.training.gpu]
-    workspaces = CublasWorkspaces(gpu)
+    workspaces, dispatchers = CublasWorkspaces(gpu), Dispatchers(workload)
     tracker = StorageTracker(
         Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
         before=lambda operator: workspaces.before_operator(tracker, operator),
         instead={
             torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
             torch.ops.aten.add.Tensor: gradients.add,
+            **dispatchers.operators,
         },
     )
 
@@ -67,7 +69,7 @@ def trace_here(
         enter(fake_cuda(gpu))
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
-        enter(installed(dispatchers.replacements(workload)))
+        enter(installed(dispatchers.replacements()))
         enter(_process_group(workload, rank))
         enter(_manual_garbage_collection())
         enter(cuda_surface.CudaAsMeta())

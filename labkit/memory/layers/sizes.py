@@ -17,6 +17,7 @@ class Sizes:
     tp: int
     sp: int
     ep: int
+    etp: int
     world_size: int
     hidden: int
     batch: int
@@ -61,6 +62,7 @@ class Sizes:
             tp=layout.tp,
             sp=layout.sp,
             ep=layout.ep,
+            etp=layout.etp,
             world_size=layout.world_size,
             hidden=workload.model.hidden_size,
             batch=batch.micro_batch_size,

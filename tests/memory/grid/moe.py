@@ -50,3 +50,48 @@ CHANGES: dict[str, dict[str, Any]] = {
     "routing worst, moe": {"routing.kind": "worst", "labels": ["moe"]},
     "routing allowance, full": {"routing.kind": "allowance", "full": ("uniform", 1)},
 }
+ETP = {"parallelism.world_size": 8, "parallelism.expert_tensor_parallel_size": 2}
+GATHER = {"training.kernels.moe_token_dispatcher_type": "allgather"}
+FLEX = {"training.kernels.moe_token_dispatcher_type": "flex"}
+UNFUSED = {"training.kernels.moe_permute_fusion": False}
+OVERLAP = {"training.kernels.moe_shared_expert_overlap": True}
+MOE = "model.mixture_of_experts."
+CHANGES |= {
+    "overlap": OVERLAP,
+    "etp": ETP,
+    "etp default": {"parallelism.world_size": 8, "parallelism.expert_tensor_parallel_size": None},
+    "etp bf16 router": ETP | {f"{MOE}moe_router_dtype": None},
+    "etp overlap": ETP | OVERLAP,
+    "etp no ep": ETP | {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2},
+    "etp moe_act": ETP | {"labels": ["moe_act"]},
+    "etp unfused": ETP | UNFUSED,
+    "unfused": UNFUSED,
+    "unfused moe": UNFUSED | {"labels": ["moe"]},
+    "unfused overlap": UNFUSED | OVERLAP,
+    "latent": {f"{MOE}moe_latent_size": 320},
+    "zloss": {f"{MOE}moe_z_loss_coeff": 0.001},
+    "global aux": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
+    "seq aux": {f"{MOE}moe_router_load_balancing_type": "seq_aux_loss", "batch.micro_batch_size": 2},
+    "cap": {f"{MOE}moe_expert_capacity_factor": 1.3},
+    "cap worst": {f"{MOE}moe_expert_capacity_factor": 1.3, "routing.kind": "worst"},
+    "cap pad": {f"{MOE}moe_expert_capacity_factor": 1.3, f"{MOE}moe_pad_expert_input_to_capacity": True},
+    "cap pad unfused": UNFUSED
+    | {f"{MOE}moe_expert_capacity_factor": 1.3, f"{MOE}moe_pad_expert_input_to_capacity": True},
+}
+CHANGES |= {
+    "gather": GATHER,
+    "gather unfused": GATHER | UNFUSED,
+    "gather etp": GATHER | ETP,
+    "gather alone": GATHER | {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2},
+    "gather moe": GATHER | {"labels": ["moe"]},
+    "gather moe_act": GATHER | {"labels": ["moe_act"]},
+    "gather full": GATHER | {"full": ("uniform", 1)},
+    "gather worst bf16": GATHER | {"routing.kind": "worst", f"{MOE}moe_router_dtype": None},
+    "flex": FLEX,
+    "flex etp": FLEX | ETP,
+    "flex overlap": FLEX | OVERLAP,
+    "flex moe": FLEX | {"labels": ["moe"]},
+    "flex moe_act": FLEX | {"labels": ["moe_act"]},
+    "flex full": FLEX | {"full": ("uniform", 1)},
+    "flex bf16": FLEX | {f"{MOE}moe_router_dtype": None},
+}

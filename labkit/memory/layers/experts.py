@@ -1,0 +1,123 @@
+"""Experts: grouped ones (`transformer/moe/experts.py` `TEGroupedMLP`) and shared ones (`shared_experts.py`)."""
+
+from labkit.memory.layers.linear import column_parallel, row_parallel, swiglu
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.tape import Tape, Value
+from labkit.workload import Workload
+
+
+def grouped_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, probabilities: Value) -> Value:
+    """Grouped fc1, activation weighted by the probabilities, grouped fc2: (received, width) to the same shape.
+
+    The width is the hidden size, or the latent one. Under expert tensor parallelism each rank has a part of every local
+    expert's hidden width, and its output is a part of the sum.
+    """
+    moe = workload.model.mixture_of_experts
+    if moe is None:
+        raise ValueError("experts need mixture_of_experts")
+    received, outer = rows.shape
+    local, inner = moe.num_moe_experts // sizes.ep, moe.moe_ffn_hidden_size // sizes.etp
+    with tape.module("linear_fc1"):
+        gate_and_up = _grouped_linear(tape, rows, 2 * inner, local)
+    with tape.module("@activation"):
+        activation = tape.value("activation", (received, inner), routed=True)
+        tape.op("weighted_swiglu", [gate_and_up, probabilities], [activation], saves=[gate_and_up, probabilities])
+    with tape.module("linear_fc2"):
+        output = _grouped_linear(tape, activation, outer, local)
+    # Local variables of TEGroupedMLP.forward.
+    tape.hold([rows, probabilities, gate_and_up, activation])
+    return output
+
+
+def _grouped_linear(tape: Tape, x: Value, out_width: int, local: int) -> Value:
+    """`GroupedLinear`: x (rows, width) in local experts' order; saves x."""
+    rows, width = x.shape
+    out = tape.value("output", (rows, out_width), routed=True)
+    tape.op(
+        "grouped_gemm",
+        [x],
+        [out],
+        saves=[x],
+        weight=(out_width, width),
+        weights=local,
+        library="te_grouped_gemm",
+        flops=2 * rows * width * out_width,
+    )
+    return out
+
+
+def shared_experts(tape: Tape, sizes: Sizes, normed: Value, width: int) -> Value:
+    """Shared experts on their own, as a dense MLP without norm (`SharedExpertMLP.forward`)."""
+    with tape.module("linear_fc1"):
+        gate_and_up = column_parallel(tape, sizes, normed, sizes.hidden, 2 * width)
+    with tape.module("@activation"):
+        activation = swiglu(tape, sizes.tokens, gate_and_up, width)
+    with tape.module("linear_fc2"):
+        return row_parallel(tape, sizes, activation, width)
+
+
+class OverlappedSharedExperts:
+    """Shared experts in pieces that a dispatcher runs beside its communication (`moe_shared_expert_overlap`).
+
+    Sequence numbers order the backward (`set_tensor_grad_fn_sequence_sr`): communication starts early, multiplications
+    run behind it.
+    """
+
+    def __init__(self, tape: Tape, sizes: Sizes, width: int) -> None:
+        self._tape = tape
+        self._sizes = sizes
+        self._width = width
+        self._fc1_input: Value | None = None
+        self._fc2_input: Value | None = None
+
+    def gather_input(self, normed: Value) -> None:
+        """`pre_forward_comm`."""
+        tape, sizes = self._tape, self._sizes
+        self._fc1_input = normed
+        if sizes.sp > 1:
+            gathered = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
+            # Its gradient is reduced at once, before the rows are permuted back.
+            tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4
+            received = sizes.from_tensor_ranks(gathered.bytes)
+            tape.op("gather_from_sequence_parallel", [normed], [gathered], communicated_bytes=received)
+            self._fc1_input = gathered
+
+    def fc1(self) -> None:
+        """`linear_fc1_forward_and_act`, after the tokens' all-to-all, whose backward is launched first."""
+        tape, sizes = self._tape, self._sizes
+        if self._fc1_input is None:
+            raise ValueError("gather_input comes first")
+        if sizes.ep > 1:
+            tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+            tape.backward_at[len(tape.ops) + 1] = len(tape.ops) - 1.4
+        with tape.module("shared_experts"):
+            with tape.module("linear_fc1"):
+                x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, 2 * self._width, gathered=True)
+            with tape.module("@activation"):
+                self._fc2_input = swiglu(tape, sizes.tokens, x, self._width)
+
+    def fc2(self) -> Value:
+        """`linear_fc2_forward` and `post_forward_comm`, beside the combining all-to-all."""
+        tape, sizes, width = self._tape, self._sizes, self._width
+        if self._fc2_input is None:
+            raise ValueError("fc1 comes first")
+        with tape.module("shared_experts"):
+            output = tape.value("output", (sizes.tokens, sizes.hidden))
+            if sizes.ep > 1:
+                tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+            with tape.module("linear_fc2"):
+                tape.op(
+                    "gemm",
+                    [self._fc2_input],
+                    [output],
+                    saves=[self._fc2_input],
+                    weight=(sizes.hidden, width),
+                    library="te_gemm",
+                    flops=2 * sizes.tokens * width * sizes.hidden,
+                )
+            if sizes.sp > 1:
+                shard = tape.value("reduced_output", (sizes.shard, sizes.hidden))
+                tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.5
+                tape.op("reduce_scatter", [output], [shard], communicated_bytes=sizes.from_tensor_ranks(output.bytes))
+                output = shard
+        return output
