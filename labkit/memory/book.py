@@ -83,6 +83,10 @@ class Book:
         self.events.append((number, nbytes))
         return number
 
+    def bytes_of(self, number: int) -> int:
+        """Size of a tensor written down."""
+        return self.entries[number - 1].bytes
+
     def close(self, number: int) -> None:
         """The tensor is free from now on."""
         self._clock += 1

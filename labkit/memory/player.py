@@ -56,7 +56,12 @@ class _Player:
             table.setdefault(region.until, []).append(region)
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
-        made = [value for op in tape.ops for value in op.outputs if value.base is None and value is not tape.exit]
+        made = [
+            value
+            for op in tape.ops
+            for value in op.outputs
+            if value.base is None and value is not tape.exit and not op.caches
+        ]
         for value in made if tape.entry is None else (tape.entry, *made):
             self._ends.setdefault(value.last_use, []).append(value)
         self._storages: dict[Value, _Storage] = {}
@@ -157,6 +162,8 @@ class _Player:
             key = f"{index} {value.name}"
             self._steps.append((LET_GO, -1, key))
             self._hold(self._storages[value], key)
+        for value in op.node_keeps if keep else ():
+            self._hold(self._storages[value], f"{index} graph")
         for value in op.keeps:
             self._hold(self._storages[value.storage], CALLER)
         for slot in temporaries:

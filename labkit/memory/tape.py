@@ -90,7 +90,9 @@ class Op:
     flops: int
     communicated_bytes: int
     persists: tuple[Value, ...]
-    """Outputs kept as module attributes until the module's next forward replaces them."""
+    """Values kept as module attributes until the module's next forward replaces them."""
+    node_keeps: tuple[Value, ...]
+    """What its autograd node has as Python attributes: kept as long as what `persists`, which leads to the node."""
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
     keeps: tuple[Value, ...]
@@ -223,6 +225,7 @@ class Tape:
         flops: int = 0,
         communicated_bytes: int = 0,
         persists: Sequence[Value] = (),
+        node_keeps: Sequence[Value] = (),
         caches: int = 0,
         keeps: Sequence[Value] = (),
     ) -> None:
@@ -252,6 +255,7 @@ class Tape:
                 flops,
                 communicated_bytes,
                 tuple(persists),
+                tuple(node_keeps),
                 caches,
                 tuple(keeps),
             )

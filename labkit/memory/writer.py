@@ -113,10 +113,13 @@ class Writer:
     def _cache(self, unit: Unit, slot: Slot, key: str) -> None:
         cache = self._caches.setdefault(key, {})
         module = self._module(unit, slot.module)
-        if module in cache:
+        before = cache.get(module)
+        if before is not None and self._book.bytes_of(before) >= slot.bytes:
             return
         cache[module] = self._open(unit, slot, library=True)
-        if len(cache) > slot.entries:
+        if before is not None:
+            self._book.close(before)  # it has grown
+        elif len(cache) > slot.entries:
             self._book.close(cache.pop(next(iter(cache))))
 
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:

@@ -9,6 +9,7 @@ from labkit.workload.routing import Routing, busiest_share, largest_share
 
 if TYPE_CHECKING:
     from labkit.workload.model import MixtureOfExperts
+    from labkit.workload.training import Kernels
     from labkit.workload.workload import Workload
 
 _AT = "model.mixture_of_experts."
@@ -22,7 +23,8 @@ def expert_findings(workload: "Workload") -> Iterator[Finding]:
             yield Finding("warning", "routing", "the model has no experts to route to", "leave it out")
         return
     yield from _not_priced(moe)
-    yield from _capacity(moe)
+    yield from _capacity(moe, workload.training.kernels)
+    yield from _overlap(moe, workload.training.kernels)
     if routing is not None and moe.num_moe_experts % workload.parallelism.ep == 0:
         yield from _routing(workload, moe, routing)
 
@@ -37,10 +39,28 @@ def _not_priced(moe: "MixtureOfExperts") -> Iterator[Finding]:
             yield Finding("error", _AT + field, f"{what} is not supported by this version of labkit", "use the default")
 
 
-def _capacity(moe: "MixtureOfExperts") -> Iterator[Finding]:
-    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
-        field = f"{_AT}moe_pad_expert_input_to_capacity"
+def _capacity(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
+    if not moe.moe_pad_expert_input_to_capacity:
+        return
+    field, most = f"{_AT}moe_pad_expert_input_to_capacity", moe.num_moe_experts / moe.moe_router_topk
+    if moe.moe_expert_capacity_factor is None:
         yield Finding("error", field, "without a capacity there is nothing to pad to", "set moe_expert_capacity_factor")
+    elif moe.moe_expert_capacity_factor > most and not kernels.moe_permute_fusion:
+        reason = "an expert's capacity is more than all tokens, and only fused permutation pads beyond them"
+        remedy = f"use at most {most:g} or set training.kernels.moe_permute_fusion: true"
+        yield Finding("error", f"{_AT}moe_expert_capacity_factor", reason, remedy)
+
+
+def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
+    """Shared experts beside the dispatch (`TransformerConfig.__post_init__`, `MoELayer.preprocess`)."""
+    if moe.moe_shared_expert_intermediate_size is None or not kernels.moe_shared_expert_overlap:
+        return
+    field, remedy = "training.kernels.moe_shared_expert_overlap", "set it to false"
+    if kernels.moe_token_dispatcher_type == "allgather":
+        reason = "shared experts overlap with the alltoall and flex dispatchers alone"
+        yield Finding("error", field, reason, f"{remedy} or choose another moe_token_dispatcher_type")
+    if moe.moe_latent_size is not None:
+        yield Finding("error", field, "shared experts do not overlap with experts of a latent width", remedy)
 
 
 _FIELDS = {"imbalance": "allowance", "share": "concentrated", "rows_per_expert": "measured"}

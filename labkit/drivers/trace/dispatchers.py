@@ -15,6 +15,19 @@ from labkit.workload import Workload
 _PINNED = "nothing on the device: counts are copied to pinned host memory"
 
 
+_DISPATCH_OPTIONS = (
+    "num_sms_dispatch_api",
+    "num_sms_combine_api",
+    "num_blocks_permute",
+    "num_blocks_unpermute",
+    "fused",
+    "num_permuted_tokens",
+    "pad_multiple",
+    "num_sms_preprocessing_api",
+)
+"""What `HybridEPDispatch.forward` takes behind the local experts, in order."""
+
+
 class Dispatchers:
     """The answers for one workload, and what they replace in Megatron Core."""
 
@@ -41,7 +54,11 @@ class Dispatchers:
 
         yield Replacement(moe_layer.BaseMoELayer, "set_layer_number", tell_dispatcher, NOTHING)
         alltoall = token_dispatcher.MoEAlltoAllTokenDispatcher
-        yield Replacement(alltoall, "_maybe_dtoh_and_synchronize", self._copy_to_host, _PINNED)
+
+        def copy_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+            return self._copy_to_host(dispatcher, point, tokens_per_expert)
+
+        yield Replacement(alltoall, "_maybe_dtoh_and_synchronize", copy_to_host, _PINNED)
         for owner, name in (
             (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess"),
             (token_dispatcher.MoEFlexTokenDispatcher, "token_dispatch"),
@@ -58,9 +75,7 @@ class Dispatchers:
         yield Replacement(fused_a2a, "_hybrid_ep_buffer", None, NOTHING)
 
         def dispatch(x: Any, routing_map: Any, probs: Any, group: Any, num_local_experts: int, **options: Any) -> Any:
-            names = ("num_sms_dispatch_api", "num_sms_combine_api", "num_blocks_permute", "num_blocks_unpermute")
-            names = (*names, "fused", "num_permuted_tokens", "pad_multiple", "num_sms_preprocessing_api")
-            given = [options.get(name) for name in names]
+            given = [options.get(name) for name in _DISPATCH_OPTIONS]
             return fused_a2a.HybridEPDispatch.apply(x, routing_map, probs, group, num_local_experts, *given)
 
         def combine(x: Any, handle: Any, num_permuted_tokens: Any, pad_multiple: Any, fused: bool = False) -> Any:
@@ -72,7 +87,7 @@ class Dispatchers:
     def _plan(self, dispatcher: Any, tokens: int) -> Splits:
         return splits(self._workload, dispatcher.labkit_layer, tokens, dispatcher.ep_rank)
 
-    def _copy_to_host(self, dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    def _copy_to_host(self, dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
         """The all-to-all dispatcher's one copy to the host."""
         if dispatcher.drop_and_pad or point != dispatcher.cuda_dtoh_point:
             return tokens_per_expert

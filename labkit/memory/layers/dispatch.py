@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from labkit.memory.layers.experts import OverlappedSharedExperts
+from labkit.memory.layers.linear import global_buffer
 from labkit.memory.layers.permutation import permute, permute_to_capacity, sort_chunks, unpermute
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -84,18 +85,19 @@ class AllToAll:
 
     def dispatch(self, routed: Routed) -> Dispatched:
         """`dispatch_preprocess`, `token_dispatch`, `dispatch_postprocess`."""
-        context, sizes = self._context, self._context.sizes
+        context, tape, sizes = self._context, self._context.tape, self._context.sizes
         self._sum_dtype = routed.probabilities.dtype
         self._keep_attributes(routed)
         if context.shared is not None:
-            context.shared.gather_input(routed.tokens)
+            # Its gradient is reduced before the rows are permuted back.
+            context.shared.gather_input(routed.tokens, len(tape.ops) + 1.4)
         tokens, probabilities, self._mapping = self._permute(routed)
         context.held.append(tokens)
         received = context.rows.to_busiest * sizes.ep
         if sizes.ep > 1:
             tokens = self._exchange("dispatched_tokens", tokens, received)
         if context.shared is not None:
-            context.shared.fc1()
+            context.shared.fc1(len(tape.ops) - 1 if sizes.ep > 1 else None)
         if sizes.ep > 1:
             probabilities = self._exchange("dispatched_probabilities", probabilities, received)
         context.held += [tokens, probabilities]
@@ -119,7 +121,9 @@ class AllToAll:
         if sizes.ep > 1:
             combined = self._exchange("combined_tokens", output, context.rows.sent)
         if context.shared is not None:
-            shared_output = context.shared.fc2()
+            beside = len(tape.ops) - 1 if sizes.ep > 1 else None
+            # The reduction's backward precedes that of the unpermutation behind it.
+            shared_output = context.shared.fc2(beside, len(tape.ops) + 2.5)
             tape.hold([output])  # the argument of `token_combine`
         context.held.append(combined)
         total = unpermute(tape, combined, _made(self._mapping), sizes.shard)
@@ -204,7 +208,10 @@ class AllGather:
         tokens, probabilities, routing_map = self._gather(routed)
         context.held += [tokens, probabilities]
         local_map, local_probabilities = self._local(routing_map, probabilities)
-        rows, _, self._mapping = permute(tape, tokens, local_map, None, context.rows.received, fused=context.fused)
+        gathered = [tape.buffer("gathered_gradient", tokens.shape)] if tokens is not routed.tokens else []
+        rows, _, self._mapping = permute(
+            tape, tokens, local_map, None, context.rows.received, fused=context.fused, backward_temporaries=gathered
+        )
         chosen = self._select(local_probabilities, local_map)
         attributes = [local_map, chosen]
         tape.op("dispatcher_attributes", attributes, [], persists=attributes)
@@ -283,18 +290,20 @@ class HybridEP:
         rows = tape.value("dispatched_tokens", (context.rows.received, tokens.shape[1]), routed=True)
         chosen = tape.value("dispatched_probabilities", rows.shape[:1], "fp32", routed=True)
         self._handle = self._handle_of(tokens.shape[0], probabilities.shape[1])
-        attributes = [probabilities, routing_map, chosen, *self._handle]
+        attributes = [probabilities, routing_map, chosen]
         tape.op(
             "hybrid_ep_dispatch",
             [tokens, probabilities, routing_map],
             [rows, chosen, *self._handle],
             saves=self._handle,
             persists=attributes,
+            node_keeps=self._handle,
             communicated_bytes=context.sizes.from_expert_ranks(rows.bytes),
         )
         if context.shared is not None:
-            context.shared.gather_input(routed.tokens)
-            context.shared.fc1()
+            beside = len(tape.ops) - 1
+            context.shared.gather_input(routed.tokens, beside - 0.6)
+            context.shared.fc1(beside)
         context.held += [tokens, rows, chosen]
         return Dispatched(rows, chosen)
 
@@ -306,7 +315,7 @@ class HybridEP:
         tape.op("hybrid_ep_combine", [expert_output], [output], saves=self._handle, communicated_bytes=received)
         if context.shared is None:
             return output
-        return add_in_place(tape, output, context.shared.fc2())
+        return add_in_place(tape, output, context.shared.fc2(len(tape.ops) - 1))
 
     def _over_tensor_ranks(self, routed: Routed) -> Routed:
         """`_initialize_metadata` and `setup_metadata`: every tensor rank of an expert gets its rows; fp32."""
@@ -364,13 +373,6 @@ def add_in_place(tape: Tape, output: Value, shared_output: Value) -> Value:
     total = tape.view(output, "output", output.shape)
     tape.op("add", [output, shared_output], [total], aliases=True)
     return total
-
-
-def global_buffer(tape: Tape, shape: tuple[int, int]) -> Value:
-    """Tokens gathered in `mpu.get_global_memory_buffer`: one allocation for the process, which grows to the largest."""
-    gathered = tape.value("gathered_input", shape, grad=False)
-    tape.op("gather_into_global_buffer", [], [gathered], caches=1)
-    return gathered
 
 
 def _made(value: Value | None) -> Value:

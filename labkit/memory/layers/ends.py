@@ -4,7 +4,7 @@ Sources: Megatron Core `models/common/embeddings/language_model_embedding.py`, `
 `transformer_engine/pytorch/cross_entropy.py`.
 """
 
-from labkit.memory.layers.linear import rms_norm
+from labkit.memory.layers.linear import global_buffer, rms_norm
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -53,10 +53,8 @@ def head_and_loss(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -
         tape.parameter("weight", (width, sizes.hidden))
         logits = tape.value("logits", (sizes.tokens, width))
         full_gradient = tape.buffer("input_gradient", (sizes.tokens, sizes.hidden))
-        gathered = tape.value("gathered_input", (sizes.tokens, sizes.hidden), grad=False)
         if sizes.sp > 1:
-            # `mpu.get_global_memory_buffer`: one buffer for the process, reused by forward and backward.
-            tape.op("gather_into_global_buffer", [], [gathered], caches=1)
+            global_buffer(tape, (sizes.tokens, sizes.hidden))  # for forward and backward
         tape.op(
             "column_parallel_matmul",
             [normed],

@@ -59,8 +59,8 @@ def shared_experts(tape: Tape, sizes: Sizes, normed: Value, width: int) -> Value
 class OverlappedSharedExperts:
     """Shared experts in pieces that a dispatcher runs beside its communication (`moe_shared_expert_overlap`).
 
-    Sequence numbers order the backward (`set_tensor_grad_fn_sequence_sr`): communication starts early, multiplications
-    run behind it.
+    Sequence numbers order the backward (`set_tensor_grad_fn_sequence_sr`): gathers and reductions start as soon as they
+    can; multiplications run behind the backward of `beside`, the operation of the dispatcher they ran beside.
     """
 
     def __init__(self, tape: Tape, sizes: Sizes, width: int) -> None:
@@ -70,41 +70,40 @@ class OverlappedSharedExperts:
         self._fc1_input: Value | None = None
         self._fc2_input: Value | None = None
 
-    def gather_input(self, normed: Value) -> None:
-        """`pre_forward_comm`."""
+    def gather_input(self, normed: Value, backward_at: float) -> None:
+        """`pre_forward_comm`; its gradient is reduced at `backward_at` in the order of operations."""
         tape, sizes = self._tape, self._sizes
         self._fc1_input = normed
         if sizes.sp > 1:
             gathered = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
-            # Its gradient is reduced at once, before the rows are permuted back.
-            tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4
+            tape.backward_at[len(tape.ops)] = backward_at
             received = sizes.from_tensor_ranks(gathered.bytes)
             tape.op("gather_from_sequence_parallel", [normed], [gathered], communicated_bytes=received)
             self._fc1_input = gathered
 
-    def fc1(self) -> None:
-        """`linear_fc1_forward_and_act`, after the tokens' all-to-all, whose backward is launched first."""
+    def fc1(self, beside: int | None) -> None:
+        """`linear_fc1_forward_and_act`."""
         tape, sizes = self._tape, self._sizes
         if self._fc1_input is None:
             raise ValueError("gather_input comes first")
-        if sizes.ep > 1:
-            tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
-            tape.backward_at[len(tape.ops) + 1] = len(tape.ops) - 1.4
+        if beside is not None:
+            tape.backward_at[len(tape.ops)] = beside - 0.5
+            tape.backward_at[len(tape.ops) + 1] = beside - 0.4
         with tape.module("shared_experts"):
             with tape.module("linear_fc1"):
                 x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, 2 * self._width, gathered=True)
             with tape.module("@activation"):
                 self._fc2_input = swiglu(tape, sizes.tokens, x, self._width)
 
-    def fc2(self) -> Value:
-        """`linear_fc2_forward` and `post_forward_comm`, beside the combining all-to-all."""
+    def fc2(self, beside: int | None, reduced_at: float | None = None) -> Value:
+        """`linear_fc2_forward` and `post_forward_comm`, whose backward runs at `reduced_at`."""
         tape, sizes, width = self._tape, self._sizes, self._width
         if self._fc2_input is None:
             raise ValueError("fc1 comes first")
         with tape.module("shared_experts"):
             output = tape.value("output", (sizes.tokens, sizes.hidden))
-            if sizes.ep > 1:
-                tape.backward_at[len(tape.ops)] = len(tape.ops) - 1.5
+            if beside is not None:
+                tape.backward_at[len(tape.ops)] = beside - 0.5
             with tape.module("linear_fc2"):
                 tape.op(
                     "gemm",
@@ -117,7 +116,8 @@ class OverlappedSharedExperts:
                 )
             if sizes.sp > 1:
                 shard = tape.value("reduced_output", (sizes.shard, sizes.hidden))
-                tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.5
+                if reduced_at is not None:
+                    tape.backward_at[len(tape.ops)] = reduced_at
                 tape.op("reduce_scatter", [output], [shard], communicated_bytes=sizes.from_tensor_ranks(output.bytes))
                 output = shard
         return output

@@ -12,6 +12,14 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
 
+def global_buffer(tape: Tape, shape: tuple[int, int]) -> Value:
+    """Rows gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest."""
+    gathered = tape.value("gathered_input", shape, grad=False)
+    gathered.module = "global_memory_buffer"
+    tape.op("gather_into_global_buffer", [], [gathered], caches=1)
+    return gathered
+
+
 def rms_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     """RMSNorm of `x` (rows, width): saves its input and the reciprocal standard deviation."""
     rstd = tape.value("rstd", (rows,), "fp32", grad=False)

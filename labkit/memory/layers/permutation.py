@@ -3,18 +3,27 @@
 Sources of the fused ones: `transformer_engine/pytorch/permutation.py`, `triton/permutation.py`.
 """
 
-from labkit.memory.tape import Tape, Value
+from collections.abc import Sequence
+
+from labkit.memory.tape import Buffer, Tape, Value
 
 
 def permute(
-    tape: Tape, tokens: Value, routing_map: Value, probabilities: Value | None, rows: int, *, fused: bool
+    tape: Tape,
+    tokens: Value,
+    routing_map: Value,
+    probabilities: Value | None,
+    rows: int,
+    *,
+    fused: bool,
+    backward_temporaries: Sequence[Buffer] = (),
 ) -> tuple[Value, Value | None, Value]:
     """Copies of `tokens` (tokens, width) in experts' order, their probabilities, and the mapping that leads back.
 
     `routing_map` and `probabilities` are (tokens, experts), `rows` how many copies there are.
     """
     if not fused:
-        return _permute_by_index(tape, tokens, routing_map, probabilities, rows)
+        return _permute_by_index(tape, tokens, routing_map, probabilities, rows, backward_temporaries)
     count, experts = routing_map.shape
     permuted = tape.value("permuted_tokens", (rows, tokens.shape[1]), routed=True)
     mapping = tape.value("row_id_map", (count, 2 * experts + 1), "int32", grad=False)
@@ -23,12 +32,24 @@ def permute(
         chosen = tape.value("permuted_probabilities", (rows,), probabilities.dtype, routed=True)
     inputs = [value for value in (tokens, probabilities, routing_map) if value is not None]
     outputs = [value for value in (permuted, chosen, mapping) if value is not None]
-    tape.op("permute", inputs, outputs, saves=[mapping], persists=[mapping])
+    tape.op(
+        "permute",
+        inputs,
+        outputs,
+        saves=[mapping],
+        persists=[mapping],
+        backward_temporaries=backward_temporaries,
+    )
     return permuted, chosen, mapping
 
 
 def _permute_by_index(
-    tape: Tape, tokens: Value, routing_map: Value, probabilities: Value | None, rows: int
+    tape: Tape,
+    tokens: Value,
+    routing_map: Value,
+    probabilities: Value | None,
+    rows: int,
+    backward_temporaries: Sequence[Buffer],
 ) -> tuple[Value, Value | None, Value]:
     """Sorts the whole map; autograd keeps the sorted positions of all tokens and experts for the probabilities."""
     count, experts = routing_map.shape
@@ -43,7 +64,14 @@ def _permute_by_index(
         transposed = tape.buffer("transposed_probabilities", (experts, count), probabilities.dtype)
         tape.op("index", [probabilities, order], [chosen], saves=[order], temporaries=[transposed])
     permuted = tape.value("permuted_tokens", (rows, tokens.shape[1]), routed=True)
-    tape.op("index_select", [tokens, mapping], [permuted], saves=[mapping], persists=[mapping])
+    tape.op(
+        "index_select",
+        [tokens, mapping],
+        [permuted],
+        saves=[mapping],
+        persists=[mapping],
+        backward_temporaries=backward_temporaries,
+    )
     tape.hold([by_expert, order])
     return permuted, chosen, mapping
 

@@ -39,59 +39,70 @@ BASE: dict[str, dict[str, Any]] = {
 }
 UNEVEN = {"batch.seq_length": 100}
 HISTOGRAM = [[90, 30, 20, 10, 60, 60, 50, 40, 5, 5, 10, 10, 20, 30, 40, 50], [10] * 8 + [25] * 8]
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "rows that do not divide": UNEVEN,
-    "routing allowance": {"routing.kind": "allowance"},
-    "routing worst": {"routing.kind": "worst"},
-    "routing concentrated, rows that do not divide": UNEVEN | {"routing.kind": "concentrated", "routing.share": 0.37},
-    "routing measured": {"routing.kind": "measured", "routing.rows_per_expert": HISTOGRAM},
-    "routing worst, moe": {"routing.kind": "worst", "labels": ["moe"]},
-    "routing allowance, full": {"routing.kind": "allowance", "full": ("uniform", 1)},
-}
 ETP = {"parallelism.world_size": 8, "parallelism.expert_tensor_parallel_size": 2}
+ONE_EXPERT_RANK = {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2}
 GATHER = {"training.kernels.moe_token_dispatcher_type": "allgather"}
 FLEX = {"training.kernels.moe_token_dispatcher_type": "flex"}
 UNFUSED = {"training.kernels.moe_permute_fusion": False}
 OVERLAP = {"training.kernels.moe_shared_expert_overlap": True}
 MOE = "model.mixture_of_experts."
-CHANGES |= {
+BF16_ROUTER = {f"{MOE}moe_router_dtype": None}
+CAPACITY = {f"{MOE}moe_expert_capacity_factor": 1.3}
+PADDED = CAPACITY | {f"{MOE}moe_pad_expert_input_to_capacity": True}
+ONE_TENSOR_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False}
+WORST = {"routing.kind": "worst"}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "rows that do not divide": UNEVEN,
+    "routing allowance": {"routing.kind": "allowance"},
+    "routing worst": WORST,
+    "routing concentrated, rows that do not divide": UNEVEN | {"routing.kind": "concentrated", "routing.share": 0.37},
+    "routing measured": {"routing.kind": "measured", "routing.rows_per_expert": HISTOGRAM},
+    "routing worst, moe": WORST | {"labels": ["moe"]},
+    "routing allowance, full": {"routing.kind": "allowance", "full": ("uniform", 1)},
     "overlap": OVERLAP,
-    "etp": ETP,
-    "etp default": {"parallelism.world_size": 8, "parallelism.expert_tensor_parallel_size": None},
-    "etp bf16 router": ETP | {f"{MOE}moe_router_dtype": None},
-    "etp overlap": ETP | OVERLAP,
-    "etp no ep": ETP | {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2},
-    "etp moe_act": ETP | {"labels": ["moe_act"]},
-    "etp unfused": ETP | UNFUSED,
-    "unfused": UNFUSED,
-    "unfused moe": UNFUSED | {"labels": ["moe"]},
-    "unfused overlap": UNFUSED | OVERLAP,
-    "latent": {f"{MOE}moe_latent_size": 320},
-    "zloss": {f"{MOE}moe_z_loss_coeff": 0.001},
-    "global aux": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
-    "seq aux": {f"{MOE}moe_router_load_balancing_type": "seq_aux_loss", "batch.micro_batch_size": 2},
-    "cap": {f"{MOE}moe_expert_capacity_factor": 1.3},
-    "cap worst": {f"{MOE}moe_expert_capacity_factor": 1.3, "routing.kind": "worst"},
-    "cap pad": {f"{MOE}moe_expert_capacity_factor": 1.3, f"{MOE}moe_pad_expert_input_to_capacity": True},
-    "cap pad unfused": UNFUSED
-    | {f"{MOE}moe_expert_capacity_factor": 1.3, f"{MOE}moe_pad_expert_input_to_capacity": True},
-}
-CHANGES |= {
-    "gather": GATHER,
-    "gather unfused": GATHER | UNFUSED,
-    "gather etp": GATHER | ETP,
-    "gather alone": GATHER | {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2},
-    "gather moe": GATHER | {"labels": ["moe"]},
-    "gather moe_act": GATHER | {"labels": ["moe_act"]},
-    "gather full": GATHER | {"full": ("uniform", 1)},
-    "gather worst bf16": GATHER | {"routing.kind": "worst", f"{MOE}moe_router_dtype": None},
+    "overlap, moe_act": OVERLAP | {"labels": ["moe_act"]},
+    "one tensor rank": ONE_TENSOR_RANK,
+    "expert tensor ranks": ETP,
+    "expert tensor ranks by default": ETP | {"parallelism.expert_tensor_parallel_size": None},
+    "expert tensor ranks, router in bf16": ETP | BF16_ROUTER,
+    "expert tensor ranks, overlap": ETP | OVERLAP,
+    "expert tensor ranks, one expert rank": ETP | ONE_EXPERT_RANK,
+    "expert tensor ranks, moe_act, layernorm": ETP | {"labels": ["moe_act", "layernorm"]},
+    "expert tensor ranks, permutation not fused": ETP | UNFUSED,
+    "more expert than tensor ranks": ONE_TENSOR_RANK
+    | {"parallelism.expert_model_parallel_size": 2, "parallelism.expert_tensor_parallel_size": 2},
+    "permutation not fused": UNFUSED,
+    "permutation not fused, moe": UNFUSED | {"labels": ["moe"]},
+    "permutation not fused, overlap, shared routing": UNFUSED | OVERLAP | WORST,
+    "gathered": GATHER,
+    "gathered, permutation not fused": GATHER | UNFUSED,
+    "gathered, expert tensor ranks": GATHER | ETP,
+    "gathered, one expert rank": GATHER | ONE_EXPERT_RANK,
+    "gathered, moe": GATHER | {"labels": ["moe"]},
+    "gathered, moe_act": GATHER | {"labels": ["moe_act"]},
+    "gathered, full": GATHER | {"full": ("block", 2)},
+    "gathered, routing worst, router in bf16": GATHER | WORST | BF16_ROUTER,
     "flex": FLEX,
-    "flex etp": FLEX | ETP,
-    "flex overlap": FLEX | OVERLAP,
-    "flex moe": FLEX | {"labels": ["moe"]},
-    "flex moe_act": FLEX | {"labels": ["moe_act"]},
-    "flex full": FLEX | {"full": ("uniform", 1)},
-    "flex bf16": FLEX | {f"{MOE}moe_router_dtype": None},
+    "flex, expert tensor ranks": FLEX | ETP,
+    "flex, overlap": FLEX | OVERLAP,
+    "flex, moe": FLEX | {"labels": ["moe"]},
+    "flex, moe_act, shared_experts": FLEX | {"labels": ["moe_act", "shared_experts"]},
+    "flex, full": FLEX | {"full": ("uniform", 2)},
+    "flex, routing worst, router in bf16": FLEX | WORST | BF16_ROUTER,
+    "latent experts": {f"{MOE}moe_latent_size": 320},
+    "latent experts, moe": {f"{MOE}moe_latent_size": 320, "labels": ["moe"]},
+    "z-loss": {f"{MOE}moe_z_loss_coeff": 0.001},
+    "auxiliary loss over all ranks": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
+    "auxiliary loss per sequence": {
+        f"{MOE}moe_router_load_balancing_type": "seq_aux_loss",
+        "batch.micro_batch_size": 2,
+    },
+    "capacity": CAPACITY,
+    "capacity, routing worst": CAPACITY | WORST,
+    "capacity, gathered": CAPACITY | GATHER | WORST,
+    "padded to capacity": PADDED,
+    "padded to capacity, permutation not fused": PADDED | UNFUSED,
+    "padded to capacity, flex": PADDED | FLEX,
 }
