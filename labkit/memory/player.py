@@ -150,10 +150,10 @@ class _Player:
         if op.caches:
             self._cache(op)
             return
+        temporaries = [self._open_buffer(op, buffer) for buffer in op.temporaries]
         for value in op.outputs:
             if value.base is None:
                 self._make(value)
-        temporaries = [self._open_buffer(op, buffer) for buffer in op.temporaries]
         if keep:
             self._saved[index] = [self._retain(self._storages[value.storage]) for value in op.saves]
         if op.persists:
@@ -231,10 +231,13 @@ class _Player:
                 position -= 1
                 continue
             within = inside | {checkpoint}
+            outputs = self._region_outputs(checkpoint)
+            # `CheckpointFunction.backward` has the gradients it was given as arguments until it returns.
+            given = [self._retain(self._gradients[value]) for value in outputs if value in self._gradients]
             held = self._replay(checkpoint, within)
             self._reverse(checkpoint.first, checkpoint.last, within)
             self._keep_graph(checkpoint)
-            for storage in (*held, *self._inputs.pop(checkpoint)):
+            for storage in (*held, *given, *self._inputs.pop(checkpoint)):
                 self._release(storage)
             position = checkpoint.first - 1
 

@@ -17,6 +17,7 @@ from labkit.memory.outline import block, outline_of, tensor
 from labkit.memory.script import Script
 from labkit.memory.units import Recorder
 from labkit.workload import Batch, Parallelism, Recompute, Workload
+from labkit.workload.kernels import length_choices
 
 if TYPE_CHECKING:
     import polars as pl
@@ -98,6 +99,8 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
     for position, case in enumerate(cases):
         parts = [number(getattr(case, name)) for name in rest]
         batch = [getattr(case.batch, name) for name in rest_of_batch]
+        if case.training.kernels.attention_backend != "fused":
+            batch.append(length_choices(case))
         if case.training.runtime == "lora":
             batch.append(case.batch)  # packed batches are no arrays
         found.setdefault((*parts, *batch, case.distinct_microbatches), []).append(position)

@@ -47,7 +47,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "parallelism.pipeline_model_parallel_size": (layout.pp != 1, str(layout.pp)),
         "parallelism.virtual_pipeline_model_parallel_size": (layout.vpp != 1, str(layout.vpp)),
         "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
-        "training.kernels.attention_backend": (kernels.attention_backend != "fused", kernels.attention_backend),
         "training.kernels.bias_activation_fusion": (not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.bias_dropout_fusion": (not kernels.bias_dropout_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from labkit.drivers.trace import cuda_surface, light_imports, mamba_shapes, megatron_patches, te_shapes, triton_surface
+from labkit.drivers.trace import (
+    cuda_surface,
+    flash_shapes,
+    light_imports,
+    mamba_shapes,
+    megatron_patches,
+    te_shapes,
+    triton_surface,
+)
 from labkit.drivers.trace.patches import Replacement, installed
 from labkit.workload.gpu import Gpu
 
@@ -27,4 +35,5 @@ def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from triton_surface.replacements(gpu)
     te_shapes.import_transformer_engine()
     yield from mamba_shapes.replacements()
+    yield from flash_shapes.replacements(gpu)
     yield from megatron_patches.replacements()

@@ -60,15 +60,15 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
             key = _head_norm(tape, key)
     if gate is not None:
         gate = _own_heads(tape, _reshaped(tape, gate, heads), heads)
-    # Local variables of Attention.forward live until it returns.
     held = [packed, query, key, *([gate] if gate is not None else [])]
     if model.position_embedding_type == "rope":
         query, key = _rotated(tape, workload, sizes, query), _rotated(tape, workload, sizes, key)
     with tape.module("core_attention"):
         if sizes.lora is None:
-            core = core_attention(tape, sizes, query, key, value)
+            core = core_attention(tape, workload, sizes, query, key, value)
         else:
             core = tree_attention(tape, workload, query, key, value)
+    held += [query, key, core]
     if gate is not None:
         gated = tape.value("gated_output", core.shape)
         # Compiled: it keeps its two inputs and nothing of what lies between.
@@ -76,6 +76,7 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
         core = gated
     with tape.module("linear_proj"):
         output = row_parallel(tape, sizes, core, heads.query * heads.width)
+    # Local variables of Attention.forward live until it returns.
     tape.hold(held)
     return output
 

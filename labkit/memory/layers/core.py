@@ -3,26 +3,31 @@
 Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product_attention,backends,utils}.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from labkit.memory.layers.flash import flash_attention, interleaved
 from labkit.memory.layers.sizes import Sizes
+from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
+from labkit.workload import Workload
 
 
-def core_attention(tape: Tape, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:
+def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:
     """Causal attention of (tokens, heads, width) tensors; returns (tokens, heads x value width).
 
-    The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie, and their
-    gradients made in one; any other view is copied first (`get_qkv_layout`).
+    The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
+    view is copied first (`get_qkv_layout`).
     """
+    qkv = [query, key, value]
+    if interleaved(qkv) is None:
+        qkv = [_contiguous(tape, part) for part in qkv]
+    backend = _BACKENDS[workload.training.kernels.attention_backend]
     _, heads, width = query.shape
-    value_width = heads * value.shape[-1]
-    flops = 2 * sizes.batch * sizes.sequence**2 * (heads * width + value_width) // 2
-    packed = query.base
-    if packed is not None and key.base is value.base is packed and packed.shape[-1] == 3 * heads * width:
-        return _fused_attention(tape, sizes, [packed], heads, value_width, flops)
-    qkv = [_contiguous(tape, part) for part in (query, key, value)]
-    return _fused_attention(tape, sizes, qkv, heads, value_width, flops)
+    flops = sizes.batch * sizes.sequence**2 * heads * (width + value.shape[-1])
+    out = backend(tape, sizes, qkv, flops)
+    # Local variables of DotProductAttention.forward live until it returns.
+    tape.hold(qkv)
+    return out
 
 
 def _contiguous(tape: Tape, x: Value) -> Value:
@@ -33,12 +38,27 @@ def _contiguous(tape: Tape, x: Value) -> Value:
     return copy
 
 
-def _fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], heads: int, value_width: int, flops: int) -> Value:
-    """cuDNN fused attention (`transformer_engine` `FusedAttnFunc`): saves q, k, v, output, log-sum-exp, RNG state."""
+def _fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+    """cuDNN fused attention (`FusedAttnFunc`): saves q, k, v, output, log-sum-exp, RNG state.
+
+    Of one packed tensor it makes one packed gradient.
+    """
+    query, _, value = qkv
+    heads = query.shape[1]
+    packed = interleaved(qkv)
+    inputs = qkv if packed is None else [packed]
     with tape.module("fused_attention"):
-        out = tape.value("output", (sizes.tokens, value_width))
+        out = tape.value("output", (sizes.tokens, heads * value.shape[-1]))
         statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence, 1), "fp32", grad=False)
         rng_state = tape.value("rng_state", (2,), "int64", grad=False)
-        saves = [*qkv, out, statistics, rng_state]
-        tape.op("fused_attention", qkv, [out, statistics, rng_state], saves=saves, flops=flops)
+        saves = [*inputs, out, statistics, rng_state]
+        tape.op("fused_attention", inputs, [out, statistics, rng_state], saves=saves, flops=flops)
     return out
+
+
+_BACKENDS: dict[str, Callable[[Tape, Sizes, Sequence[Value], int], Value]] = {
+    "fused": _fused_attention,
+    "flash": flash_attention,
+    "unfused": unfused_attention,
+}
+"""From query, key and value to (tokens, heads x value width); the last argument is the forward's work."""

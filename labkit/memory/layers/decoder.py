@@ -21,6 +21,7 @@ from labkit.memory.layers.outputs import hidden_state_outputs, mean_square_loss
 from labkit.memory.layers.prefix_tree import tree_delta_net
 from labkit.memory.layers.rotary import rotary_table
 from labkit.memory.layers.sizes import Sizes
+from labkit.memory.layers.unfused import causal_mask
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Routing, Workload
 from labkit.workload.model import Mixer, MlpKind
@@ -50,6 +51,8 @@ LORA_MIXERS: dict[Mixer, Callable[[Tape, Workload, Sizes, Value], Value]] = {"gd
 """Those of the `lora` runtime that are code of its own."""
 FUSED_NORM: frozenset[Mixer] = frozenset(("attention", "gdn", "mamba"))
 """Mixers that norm their input in their first linear (`TELayerNormColumnParallelLinear`); the others get it normed."""
+_SCORED: frozenset[Half] = frozenset(("attention", "mla"))
+"""Mixers with a core attention."""
 
 
 def record_front(workload: Workload, sizes: Sizes) -> Tape:
@@ -67,6 +70,8 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     model = workload.model
     if model.has_rotary_table:
         rotary_table(tape, sizes.sequence, model.rotary_width)  # one for all layers, an attribute of the model
+    if workload.training.kernels.attention_backend == "unfused" and any(place.half in _SCORED for place in places):
+        causal_mask(tape, sizes)
     with tape.module("decoder"):
         for layer, half, share in places:
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):

@@ -69,10 +69,11 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
         tape.hold([packed_query, packed_kv, rotated_query, rotated_key, position_key])
 
     with tape.module("core_attention"):
-        core = core_attention(tape, sizes, query, key, value)
+        core = core_attention(tape, workload, sizes, query, key, value)
     with tape.module("linear_proj"):
         output = row_parallel(tape, sizes, core, value_width)
-    tape.hold([kv_combined, compressed_query])
+    # Local variables of MultiLatentAttention.forward live until it returns.
+    tape.hold([kv_combined, compressed_query, query, key, value, core])
     return output
 
 

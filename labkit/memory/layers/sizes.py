@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from labkit.workload import Lora, Workload
+from labkit.workload.kernels import LengthChoices, length_choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Sizes:
     hidden: int
     batch: int
     sequence: int
+    choices: LengthChoices
+    """What kernels decide by the lengths; a sweep prices together only lengths that agree on it."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
 
@@ -67,5 +70,6 @@ class Sizes:
             hidden=workload.model.hidden_size,
             batch=batch.micro_batch_size,
             sequence=batch.seq_length if workload.training.runtime == "megatron" else tokens,
+            choices=length_choices(workload),
             lora=workload.training.lora,
         )

@@ -21,6 +21,8 @@ ONE_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_p
 GATED = {"model.attention_output_gate": True}
 QK_NORM = {"model.qk_layernorm": True}
 
+UNFUSED = {"training.kernels.attention_backend": "unfused"}
+FLASH = {"training.kernels.attention_backend": "flash"}
 BARE = {"model.position_embedding_type": "none"}
 TENSOR_ALONE = {"parallelism.sequence_parallel": False}
 FOUR_RANKS = {"parallelism.tensor_model_parallel_size": 4}
@@ -59,5 +61,18 @@ CHANGES: dict[str, dict[str, Any]] = {
         "model.rotary_percent": 0.5,
         "labels": ["core_attn"],
     },
+    "unfused": UNFUSED,
+    "unfused, core_attn": UNFUSED | {"labels": ["core_attn"]},
+    "unfused, one rank, core_attn": UNFUSED | ONE_RANK | {"labels": ["core_attn"]},
+    "unfused, many heads, full uniform 1": UNFUSED | {"model.num_query_groups": None, "full": ("uniform", 1)},
+    "unfused, a length no kernel takes": UNFUSED | TENSOR_ALONE | {"batch.seq_length": 500, "labels": ["core_attn"]},
+    "unfused, no positions, many heads": UNFUSED | BARE | {"model.num_query_groups": None},
+    "flash": FLASH,
+    "flash, core_attn": FLASH | {"labels": ["core_attn"]},
+    "flash, one sequence": FLASH | {"batch.micro_batch_size": 1},
+    "flash, gated, core_attn": FLASH | GATED | {"labels": ["core_attn"]},
+    "flash, no positions, many heads": FLASH | BARE | {"model.num_query_groups": None},
+    "flash, no positions, many heads of 128": FLASH | BARE | {"model.num_query_groups": None, "model.kv_channels": 128},
+    "flash, full uniform 1, longer": FLASH | {"batch.seq_length": 2048, "full": ("uniform", 1)},
     "long sequence": {"batch.seq_length": 4096, "batch.micro_batch_size": 1},
 }

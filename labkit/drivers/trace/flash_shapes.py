@@ -1,0 +1,82 @@
+"""flash-attention 2.8 as functions that allocate and compute nothing: the package builds only where CUDA is.
+
+Sources: `flash_attn/flash_attn_interface.py` (`FlashAttnFunc`) and `csrc/flash_attn/flash_api.cpp` (`mha_fwd`,
+`mha_bwd`, `set_params_splitkv`) of 2.8.3, the newest that Transformer Engine 2.20 takes.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.workload.gpu import Gpu
+from labkit.workload.kernels import flash_splits
+
+_ROWS_OF_A_BLOCK = 128
+
+
+def _rounded_width(width: int) -> int:
+    return -(-width // 32) * 32 if width <= 192 else 256
+
+
+def _forward(query: Tensor, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, log-sum-exp, RNG state) of `mha_fwd`; with split keys, fp32 outputs of each split while it runs."""
+    batch, rows, heads, width = query.shape
+    output = torch.empty_like(query)
+    statistics = torch.empty(batch, heads, rows, dtype=torch.float32, device=query.device)
+    splits = flash_splits(batch, heads, rows, width, multiprocessors)
+    if splits > 1:
+        shape = (splits, batch, heads, rows)
+        _parts = [
+            torch.empty(*shape, *last, dtype=torch.float32, device=query.device)
+            for last in ((), (_rounded_width(width),))
+        ]
+    return output, statistics, torch.empty(2, dtype=torch.int64, device=query.device)
+
+
+def _backward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `mha_bwd`; while it runs, fp32 sums of dQ, and dK and dV of every query head."""
+    batch, rows, heads, width = query.shape
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    padded = -(-rows // _ROWS_OF_A_BLOCK) * _ROWS_OF_A_BLOCK
+    wide = [(batch, heads, padded), (batch, padded, heads, _rounded_width(width))]
+    scratch = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in wide]
+    if key.shape[2] != heads:
+        every_head = (batch, key.shape[1], heads, width)
+        scratch += [torch.empty(every_head, dtype=key.dtype, device=key.device) for _ in range(2)]
+    return gradients
+
+
+class _FlashAttnFunc(torch.autograd.Function):
+    """`FlashAttnFunc`: keeps q, k, v, output, log-sum-exp, RNG state."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, multiprocessors: int) -> Tensor:
+        output, statistics, state = _forward(query, multiprocessors)
+        ctx.save_for_backward(query, key, value, output, statistics, state)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, _, _, _ = ctx.saved_tensors
+        return (*_backward(query, key, value), None)
+
+
+def replacements(gpu: Gpu) -> Iterator[Replacement]:
+    """flash-attention as Transformer Engine finds it where it is installed."""
+    backends = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.backends")
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    found = utils.FlashAttentionUtils
+
+    def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        return _FlashAttnFunc.apply(query, key, value, gpu.multiprocessors)
+
+    yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
+    versions = ("v2_plus", "v2_1_plus", "v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_plus", "v2_5_7_plus")
+    for name in ("is_installed", *versions, "v2_6_0_plus", "v2_7_0_plus"):
+        yield Replacement(found, name, True, NOTHING)
+    yield Replacement(found, "version", Version("2.8.3"), NOTHING)

@@ -1,0 +1,70 @@
+"""What kernels decide by the lengths they are given, where that changes what they allocate.
+
+A sweep prices together only lengths that agree on `length_choices`; the estimator may branch on them.
+"""
+
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from labkit.workload.gpu import GPUS
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+_LARGEST_SPLITS = 128
+_FEWEST_PREPARED_ROWS = 512
+"""`FlashAttention.forward`."""
+_THREAD_BLOCKS_OF_MULTIPROCESSOR = 2
+
+
+class LengthChoices(NamedTuple):
+    """How attention runs at one pair of micro-batch size and sequence length."""
+
+    one_sequence: bool
+    """A micro-batch of one: to swap its batch and sequence dimensions is no copy."""
+    softmax_kernel: bool
+    """Unfused attention runs Transformer Engine's softmax kernel, not PyTorch's."""
+    prepare_kernel: bool
+    """Transformer Engine's own kernel unpacks interleaved queries, keys and values for flash-attention."""
+    flash_splits: int
+    """Parts of the keys that flash-attention's forward works on side by side."""
+
+
+def length_choices(workload: "Workload") -> LengthChoices:
+    """What one rank's attention decides by its lengths; in a sweep's arrays of lengths, which agree, by the first."""
+    model = workload.model
+    batch, sequence = _first(workload.batch.micro_batch_size), _first(workload.batch.seq_length)
+    heads = model.num_attention_heads // workload.parallelism.tp
+    multiprocessors = GPUS[workload.training.gpu].multiprocessors
+    return LengthChoices(
+        batch == 1,
+        softmax_kernel_takes(batch, heads, sequence),
+        batch * sequence >= _FEWEST_PREPARED_ROWS,
+        flash_splits(batch, heads, sequence, model.head_width, multiprocessors),
+    )
+
+
+def _first(length: Any) -> int:
+    return length if isinstance(length, int) else int(length[0])
+
+
+def softmax_kernel_takes(batch: int, heads: int, sequence: int) -> bool:
+    """Transformer Engine's `FusedScaleMaskSoftmax.is_kernel_available` for square bf16 scores."""
+    return 16 < sequence < 16384 and sequence % 8 == 0 and batch * heads % 4 == 0
+
+
+def flash_splits(batch: int, heads: int, sequence: int, width: int, multiprocessors: int) -> int:
+    """flash-attention 2.8, `flash_api.cpp`: `set_params_splitkv` and `num_splits_heuristic`, self-attention.
+
+    Where the query blocks alone would not fill the GPU, the keys are split; each part's output is an fp32 tensor.
+    """
+    block = 256 if width <= 64 else 128 if width <= 128 else 64
+    key_blocks, query_blocks = ceil(sequence / block), batch * heads * ceil(sequence / 64)
+    places = multiprocessors * _THREAD_BLOCKS_OF_MULTIPROCESSOR
+    if query_blocks >= 0.8 * places:
+        return 1
+    splits = range(1, min(_LARGEST_SPLITS, places, key_blocks) + 1)
+    eligible = [n for n in splits if n == 1 or ceil(key_blocks / n) != ceil(key_blocks / (n - 1))]
+    waves = {n: query_blocks * n / places for n in eligible}
+    efficiency = {n: waves[n] / ceil(waves[n]) for n in eligible}
+    return next(n for n in eligible if efficiency[n] >= 0.85 * max(efficiency.values()))
