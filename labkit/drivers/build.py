@@ -8,7 +8,7 @@ driver accounts for each of them. Sources: `megatron.training.training.get_model
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import activations, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -30,6 +30,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from labkit.workload import Model, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "squared_relu": activations.squared_relu,
+}
 
 
 def parallel_groups(workload: Workload, *, seed: int = 1234) -> None:
@@ -59,7 +64,7 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         normalization=model.normalization,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.gated_linear_unit,
-        activation_func=getattr(torch.nn.functional, model.activation_func),
+        activation_func=ACTIVATIONS[model.activation_func],
         add_bias_linear=model.add_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,

@@ -56,11 +56,12 @@ class _Player:
             table.setdefault(region.until, []).append(region)
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
+        kept = None if tape.exit is None else tape.exit.storage
         made = [
             value
             for op in tape.ops
             for value in op.outputs
-            if value.base is None and value is not tape.exit and not op.caches
+            if value.base is None and value is not kept and not op.caches
         ]
         for value in made if tape.entry is None else (tape.entry, *made):
             self._ends.setdefault(value.last_use, []).append(value)
@@ -89,10 +90,10 @@ class _Player:
         if tape.entry is not None:
             self._storages[tape.entry] = _Storage(INPUT)
         if tape.exit is not None:
-            tape.exit.last_use = len(tape.ops)
+            tape.exit.storage.last_use = len(tape.ops)
         self._run(0, len(tape.ops) - 1, frozenset(), keep=True)
         if tape.exit is not None:
-            self.script.output = self._storages[tape.exit].slot
+            self.script.output = self._storages[tape.exit.storage].slot
 
     def backward(self, *, gradient_held: bool) -> None:
         """The backward pass of that forward."""
@@ -231,13 +232,10 @@ class _Player:
                 position -= 1
                 continue
             within = inside | {checkpoint}
-            outputs = self._region_outputs(checkpoint)
-            # `CheckpointFunction.backward` has the gradients it was given as arguments until it returns.
-            given = [self._retain(self._gradients[value]) for value in outputs if value in self._gradients]
-            held = self._replay(checkpoint, within)
+            held = [*self._incoming(checkpoint), *self._replay(checkpoint, within)]
             self._reverse(checkpoint.first, checkpoint.last, within)
             self._keep_graph(checkpoint)
-            for storage in (*held, *given, *self._inputs.pop(checkpoint)):
+            for storage in (*held, *self._inputs.pop(checkpoint)):
                 self._release(storage)
             position = checkpoint.first - 1
 
@@ -261,6 +259,11 @@ class _Player:
         """Run a checkpointed region again, keeping what it saves; its outputs are held until its backward is done."""
         self._run_again(region, within)
         return [self._storages[value] for value in self._region_outputs(region)]
+
+    def _incoming(self, region: Region) -> list[_Storage]:
+        """Gradients of a region's outputs: arguments of `CheckpointFunction.backward`, held until it returns."""
+        values = (value for op in self._tape.ops[region.first : region.last + 1] for value in op.outputs)
+        return [self._retain(self._gradients[value]) for value in values if value in self._gradients]
 
     def _restore(self, region: Region, inside: frozenset[Region]) -> None:
         """Run a region again to refill its discarded outputs; its own backward comes later.

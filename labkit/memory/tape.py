@@ -198,6 +198,10 @@ class Tape:
         certainty = self.routed if routed else "exact"
         return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, certainty)
 
+    def like(self, other: Value, name: str, shape: Shape) -> Value:
+        """A tensor of another's dtype, whose rows depend on routing where the other's do."""
+        return self.value(name, shape, other.dtype, routed=other.certainty != "exact")
+
     def view(self, base: Value, name: str, shape: Shape) -> Value:
         """A part of `base` that shares its storage but has a gradient of its own."""
         view = self.value(name, shape, base.dtype, grad=base.differentiable)

@@ -141,8 +141,8 @@ class Model(Part):
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
     rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0)
-    hidden_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
-    attention_dropout: float = Field(default=0.0, ge=0.0, le=0.0)
+    hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:

@@ -25,6 +25,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
+    found += [*_activation(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -36,19 +37,18 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     if workload.training.runtime == "lora":
         return
     model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
+    experts = model.mixture_of_experts is not None
     refused = {
         "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
-        "model.normalization": (model.normalization != "RMSNorm", model.normalization),
-        "model.gated_linear_unit": (not model.gated_linear_unit, "an MLP without gate"),
-        "model.activation_func": (model.activation_func != "silu", model.activation_func),
-        "model.add_bias_linear": (model.add_bias_linear, "bias"),
+        "model.gated_linear_unit": (experts and not model.gated_linear_unit, "experts without gate"),
+        "model.activation_func": (experts and model.activation_func != "silu", f"experts with {model.activation_func}"),
+        "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
         "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
         "parallelism.pipeline_model_parallel_size": (layout.pp != 1, str(layout.pp)),
         "parallelism.virtual_pipeline_model_parallel_size": (layout.vpp != 1, str(layout.vpp)),
         "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
-        "training.kernels.bias_activation_fusion": (not kernels.bias_activation_fusion, "no fusion"),
-        "training.kernels.bias_dropout_fusion": (not kernels.bias_dropout_fusion, "no fusion"),
+        "training.kernels.bias_activation_fusion": (experts and not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
     }
@@ -131,6 +131,23 @@ def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
     elif topk // group_topk > moe.num_moe_experts // groups:
         reason = f"{topk} experts a token cannot be spread over {group_topk} of {groups} groups"
         yield Finding("error", f"{at}moe_router_group_topk", reason, "choose more groups or fewer experts a token")
+
+
+def _activation(workload: "Workload") -> Iterator[Finding]:
+    """Which activations have a compiled kernel (`TransformerConfig.__post_init__`, `MLP.forward`)."""
+    model, kernels = workload.model, workload.training.kernels
+    name, gated = model.activation_func, model.gated_linear_unit
+    if not kernels.bias_activation_fusion:
+        return
+    remedy = "set training.kernels.bias_activation_fusion: false"
+    if name == "squared_relu":
+        yield Finding("error", "model.activation_func", "bias_activation_fusion has no kernel for squared_relu", remedy)
+    elif name == "silu" and not gated:
+        reason = "bias_activation_fusion has a kernel for silu in a gated unit alone"
+        yield Finding("error", "model.gated_linear_unit", reason, remedy)
+    elif name == "gelu" and not gated and not model.add_bias_linear:
+        reason = "bias_activation_fusion has a kernel for gelu without gate only where there is a bias"
+        yield Finding("error", "model.add_bias_linear", reason, f"set it to true or {remedy}")
 
 
 def _optimizer(workload: "Workload") -> Iterator[Finding]:
@@ -279,6 +296,10 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
             )
         return
     labels = choice.modules
+    if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.layers):
+        # CheckpointFunction returns fc2's bias parameter and so becomes its grad_fn: backward enters it again, forever.
+        reason = "mlp cannot be recomputed where it hands on a bias: Megatron Core's checkpoint never ends its backward"
+        yield Finding("error", field, reason, "remove mlp, use full recompute or set model.add_bias_linear: false")
     if "moe_act" in labels and moe is None:
         yield Finding("error", field, "moe_act needs experts with grouped GEMM, this model has none", "remove it")
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from labkit.errors import InputError
 from labkit.workload import RECOMPUTE_MODULES, Workload
 from labkit.workload.files import data_directory
-from tests.small import small
+from tests.small import full, selective, small
 
 MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
 
@@ -137,6 +137,7 @@ def test_a_misspelt_key_is_named_before_the_one_it_leaves_missing(moonlight: Wor
 MOE = "model__mixture_of_experts__"
 OPTIMIZER = "training__optimizer__"
 DATA_PARALLEL = "training__data_parallel__"
+DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,11 @@ DATA_PARALLEL = "training__data_parallel__"
         {"model__num_layers": 10**9},
         {f"{MOE}num_moe_experts": 10**7},
         {"batch__seq_length": 10**9 + 1},
+        {"model__activation_func": "squared_relu"} | DENSE,
+        {"model__gated_linear_unit": False} | DENSE,
+        {"model__gated_linear_unit": False, "model__activation_func": "gelu"} | DENSE,
+        {"model__hidden_dropout": 1.0},
+        {"model__add_bias_linear": True, "recompute": selective("mlp")} | DENSE,
         {"batch__seq_length": -(16**5000)},
     ],
 )
@@ -188,6 +194,9 @@ def test_what_megatron_or_memory_cannot_run_is_refused(changes: dict[str, object
             f"{DATA_PARALLEL}overlap_param_gather": False,
             f"{OPTIMIZER}optimizer": "sgd",
         },
+        {"model__gated_linear_unit": False, "model__activation_func": "gelu", "model__add_bias_linear": True} | DENSE,
+        {"model__activation_func": "squared_relu", "training__kernels__bias_activation_fusion": False} | DENSE,
+        {"model__add_bias_linear": True, "recompute": full("uniform", 1)} | DENSE,
         {"model__ffn_hidden_size": 513, f"{MOE}moe_layer_freq": 1},
     ],
 )

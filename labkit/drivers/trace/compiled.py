@@ -26,13 +26,17 @@ def watched_by(region: Region) -> Iterator[None]:
 
 
 def compile_nothing(function: Any = None, **options: Any) -> Any:
-    """`torch.compile`, as a decorator with or without options: runs eagerly, inside the current region."""
+    """`torch.compile`, as a decorator with or without options: runs eagerly, inside the current region.
+
+    What runs is the result's `__wrapped__`: replaced where compiled code keeps something else for backward than
+    eager code does.
+    """
     if function is None:
         return compile_nothing
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _regions[-1]():
-            return function(*args, **kwargs)
+            return run.__wrapped__(*args, **kwargs)
 
     return run

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from labkit.drivers.trace import (
+    cuda_operators,
     cuda_surface,
     flash_shapes,
     light_imports,
@@ -37,3 +38,4 @@ def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from mamba_shapes.replacements()
     yield from flash_shapes.replacements(gpu)
     yield from megatron_patches.replacements()
+    yield from cuda_operators.replacements()

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 from labkit.memory.layers.core import core_attention
-from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.prefix_tree import tree_attention
 from labkit.memory.layers.rotary import fused_rotary, rotary
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Workload
+from labkit.workload import Model, Workload
 
 
 class _Heads(NamedTuple):
@@ -47,7 +47,7 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     model, heads = workload.model, _Heads.of(workload, sizes)
     _parameters(tape, workload, sizes, heads)
     with tape.module("linear_qkv"):
-        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
         width = heads.packed_width // sizes.tp
         packed = column_parallel(tape, sizes, normed, sizes.hidden, width, adapters=_adapted_parts(workload, sizes))
     if heads.shared:
@@ -55,9 +55,9 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     query, key, value, gate = _split(tape, sizes, packed, heads)
     if model.qk_layernorm:
         with tape.module("q_layernorm"):
-            query = _head_norm(tape, query)
+            query = _head_norm(tape, model, query)
         with tape.module("k_layernorm"):
-            key = _head_norm(tape, key)
+            key = _head_norm(tape, model, key)
     if gate is not None:
         gate = _own_heads(tape, _reshaped(tape, gate, heads), heads)
     held = [packed, query, key, *([gate] if gate is not None else [])]
@@ -86,14 +86,16 @@ def _parameters(tape: Tape, workload: Workload, sizes: Sizes, heads: _Heads) -> 
     model = workload.model
     width = heads.packed_width // sizes.tp
     tape.parameter("linear_proj.weight", (sizes.hidden, heads.query * heads.width))
-    tape.parameter("linear_qkv.layer_norm_weight", (sizes.hidden,), replicated=sizes.sp > 1)
+    if model.add_bias_linear:
+        tape.parameter("linear_proj.bias", (sizes.hidden,), replicated=sizes.sp > 1)
+    norm_parameters(tape, model, sizes.hidden, "linear_qkv.layer_norm_", replicated=sizes.sp > 1)
     tape.parameter("linear_qkv.weight", (width, sizes.hidden))
-    if model.add_qkv_bias:
+    if model.add_qkv_bias or model.add_bias_linear:
         tape.parameter("linear_qkv.bias", (width,))
     if model.qk_layernorm:
         # Each rank norms its own heads: summed over the tensor-parallel group with and without sequence parallelism.
         for name in ("q_layernorm", "k_layernorm"):
-            tape.parameter(f"{name}.weight", (heads.width,), replicated=sizes.tp > 1)
+            norm_parameters(tape, model, heads.width, f"{name}.", replicated=sizes.tp > 1)
 
 
 def _adapted_parts(workload: Workload, sizes: Sizes) -> tuple[int, int, int]:
@@ -160,14 +162,14 @@ def _own_heads(tape: Tape, x: Value, heads: _Heads) -> Value:
     return own
 
 
-def _head_norm(tape: Tape, x: Value) -> Value:
-    """RMSNorm of each head of `x` (tokens, heads, width), which is made contiguous first (`ops/basic/rmsnorm.py`)."""
+def _head_norm(tape: Tape, model: Model, x: Value) -> Value:
+    """Norm of each head of `x` (tokens, heads, width), which is made contiguous first (`ops/basic/rmsnorm.py`)."""
     tokens, heads, width = x.shape
     if x.base is not None:
         copy = tape.value("input", x.shape)
         tape.op("contiguous", [x], [copy], aliases=True)
         x = copy
-    rows = rms_norm(tape, x, tokens * heads, width)
+    rows = norm(tape, model, x, tokens * heads, width)
     out = tape.view(rows, "norm_output", (tokens, heads, width))
     tape.op("view", [rows], [out], aliases=True)
     return out

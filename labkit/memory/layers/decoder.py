@@ -12,7 +12,7 @@ from labkit.ledger import Certainty
 from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.ends import embedding, head_and_loss
 from labkit.memory.layers.gdn import gated_delta_net
-from labkit.memory.layers.linear import add, rms_norm
+from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
 from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
@@ -131,30 +131,32 @@ def _tape(workload: Workload) -> Tape:
 
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
-    mixed = hidden if mixer in FUSED_NORM else _norm(tape, sizes, hidden, "input_layernorm")
+    mixed = hidden if mixer in FUSED_NORM else _norm(tape, workload, sizes, hidden, "input_layernorm")
     with tape.module("mixer" if mixer == "mamba" else "self_attention", kind="attention"):
         mixers = MIXERS if sizes.trains else {**MIXERS, **LORA_MIXERS}
         output = mixers[mixer](tape, workload, sizes, mixed)
-    return add(tape, sizes, output, hidden)
+    biased = workload.model.add_bias_linear and mixer in ("attention", "mla")
+    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=biased)
 
 
 def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     with tape.module("mlp", kind="mlp"):
-        output = dense_mlp(tape, workload.model, sizes, hidden)
-    return add(tape, sizes, output, hidden)
+        output = dense_mlp(tape, workload, sizes, hidden)
+    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=workload.model.add_bias_linear)
 
 
 def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fraction) -> Value:
-    normed = _norm(tape, sizes, hidden, "pre_mlp_layernorm")
+    normed = _norm(tape, workload, sizes, hidden, "pre_mlp_layernorm")
     with tape.module("mlp", kind="moe"):
         output = moe_layer(tape, workload, sizes, normed, share)
-    return add(tape, sizes, output, hidden)
+    # Experts add their biases themselves.
+    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=False)
 
 
-def _norm(tape: Tape, sizes: Sizes, hidden: Value, name: str) -> Value:
+def _norm(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, name: str) -> Value:
     with tape.module(name):
-        tape.parameter("weight", (sizes.hidden,), replicated=sizes.sp > 1)
-        return rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        norm_parameters(tape, workload.model, sizes.hidden, replicated=sizes.sp > 1)
+        return norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
 
 
 def _routed_certainty(routing: Routing | None) -> Certainty:

@@ -4,7 +4,7 @@ Sources: Megatron Core `models/common/embeddings/language_model_embedding.py`, `
 `transformer_engine/pytorch/cross_entropy.py`.
 """
 
-from labkit.memory.layers.linear import global_buffer, rms_norm
+from labkit.memory.layers.linear import dropout, global_buffer, norm, norm_parameters
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -39,7 +39,7 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
             lookup = reduced
     # LanguageModelEmbedding clones so that the scattered view does not keep the whole alive.
     tape.op("clone", [lookup], [out], aliases=True)
-    return out
+    return dropout(tape, out) if workload.model.hidden_dropout > 0 else out
 
 
 def head_and_loss(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> None:
@@ -47,8 +47,8 @@ def head_and_loss(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -
     width = workload.padded_vocab_size // sizes.tp
     hybrid = workload.model.hybrid_layer_pattern is not None
     with tape.module("decoder"), tape.module("final_norm" if hybrid else "final_layernorm"):
-        tape.parameter("weight", (sizes.hidden,), replicated=sizes.sp > 1)
-        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        norm_parameters(tape, workload.model, sizes.hidden, replicated=sizes.sp > 1)
+        normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
     with tape.module("output_layer"):
         tape.parameter("weight", (width, sizes.hidden))
         logits = tape.value("logits", (sizes.tokens, width))

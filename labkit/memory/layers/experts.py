@@ -1,6 +1,7 @@
 """Experts: grouped ones (`transformer/moe/experts.py` `TEGroupedMLP`) and shared ones (`shared_experts.py`)."""
 
-from labkit.memory.layers.linear import column_parallel, row_parallel, swiglu
+from labkit.memory.layers.activation import fused_activation
+from labkit.memory.layers.linear import column_parallel, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -51,7 +52,7 @@ def shared_experts(tape: Tape, sizes: Sizes, normed: Value, width: int) -> Value
     with tape.module("linear_fc1"):
         gate_and_up = column_parallel(tape, sizes, normed, sizes.hidden, 2 * width)
     with tape.module("@activation"):
-        activation = swiglu(tape, sizes.tokens, gate_and_up, width)
+        activation = fused_activation(tape, sizes.tokens, gate_and_up, width)
     with tape.module("linear_fc2"):
         return row_parallel(tape, sizes, activation, width)
 
@@ -93,7 +94,7 @@ class OverlappedSharedExperts:
             with tape.module("linear_fc1"):
                 x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, 2 * self._width, gathered=True)
             with tape.module("@activation"):
-                self._fc2_input = swiglu(tape, sizes.tokens, x, self._width)
+                self._fc2_input = fused_activation(tape, sizes.tokens, x, self._width)
 
     def fc2(self, beside: int | None, reduced_at: float | None = None) -> Value:
         """`linear_fc2_forward` and `post_forward_comm`, whose backward runs at `reduced_at`."""

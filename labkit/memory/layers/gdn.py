@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Workload
+from labkit.workload import Model, Workload
 from labkit.workload.model import GatedDeltaNet
 
 CHUNK = 64
@@ -80,9 +80,9 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     if net is None:
         raise ValueError("a gated delta net layer needs gated_delta_net")
     heads, run = Heads.of(net, sizes.tp), Recurrence.of(sizes)
-    gdn_parameters(tape, sizes, net, heads)
+    gdn_parameters(tape, model, sizes, net, heads)
     with tape.module("in_proj"):
-        normed = rms_norm(tape, hidden, sizes.shard, model.hidden_size)
+        normed = norm(tape, model, hidden, sizes.shard, model.hidden_size)
         projected = column_parallel(tape, sizes, normed, model.hidden_size, heads.projected)
     sections = {"qkv": heads.convolved, "gate": heads.value, "beta": heads.values, "alpha": heads.values}
     views = {name: tape.view(projected, name, (run.rows, width)) for name, width in sections.items()}
@@ -98,7 +98,7 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     core = _delta_rule(tape, run, heads, [query, key, value, decay, beta])
 
     with tape.module("@norm_out"):
-        gated = gated_norm(tape, run.rows, heads, core, gate)
+        gated = gated_norm(tape, model, run.rows, heads, core, gate)
         if workload.batch.micro_batch_size > 1:
             # Sequences came one after the other and go interleaved.
             gated = _contiguous(tape, gated)
@@ -109,14 +109,14 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     return output
 
 
-def gdn_parameters(tape: Tape, sizes: Sizes, net: GatedDeltaNet, heads: Heads) -> None:
+def gdn_parameters(tape: Tape, model: Model, sizes: Sizes, net: GatedDeltaNet, heads: Heads) -> None:
     """In the order `_GDNBase` registers them: its own before its submodules'."""
     tape.parameter("dt_bias", (heads.values,))
     tape.parameter("A_log", (heads.values,))
-    tape.parameter("in_proj.layer_norm_weight", (sizes.hidden,), replicated=sizes.sp > 1)
+    norm_parameters(tape, model, sizes.hidden, "in_proj.layer_norm_", replicated=sizes.sp > 1)
     tape.parameter("in_proj.weight", (heads.projected, sizes.hidden))
     tape.parameter("conv1d.weight", (heads.convolved, 1, net.linear_conv_kernel_dim))
-    tape.parameter("out_norm.weight", (heads.value_width,))
+    norm_parameters(tape, model, heads.value_width, "out_norm.", replicated=False)
     tape.parameter("out_proj.weight", (sizes.hidden, heads.value))
 
 
@@ -214,10 +214,10 @@ def _delta_rule_flops(run: Recurrence, heads: Heads) -> int:
     return 2 * run.rows * heads.values * (within + with_state)
 
 
-def gated_norm(tape: Tape, tokens: int, heads: Heads, core: Value, gate: Value) -> Value:
-    """`_apply_gated_norm`: RMSNorm over each head, times silu(gate), compiled: saves the norm's output and the gate."""
+def gated_norm(tape: Tape, model: Model, tokens: int, heads: Heads, core: Value, gate: Value) -> Value:
+    """`_apply_gated_norm`: norm over each head, times silu(gate), compiled: saves the norm's output and the gate."""
     with tape.module("out_norm"):
-        normed = rms_norm(tape, core, tokens * heads.values, heads.value_width)
+        normed = norm(tape, model, core, tokens * heads.values, heads.value_width)
     out = tape.value("gated", (tokens, heads.value))
     tape.op("output_gate", [normed, gate], [out], saves=[normed, gate])
     return out

@@ -1,6 +1,6 @@
 """Norms and linears of Transformer Engine: what they save, gather and reduce.
 
-Sources: `transformer_engine/pytorch/module/{linear,layernorm_linear}.py`, `ops/basic/rmsnorm.py`.
+Sources: `transformer_engine/pytorch/module/{linear,layernorm_linear}.py`, `ops/basic/{rmsnorm,layer_norm}.py`.
 A linear saves its input as it got it (the local shard under sequence parallelism) and gathers it again in backward.
 A fused norm-linear behaves as the norm followed by the linear.
 """
@@ -10,6 +10,28 @@ from collections.abc import Sequence
 from labkit.memory.layers.adapters import adapted, adapted_row
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
+from labkit.workload import Model, Workload
+
+
+def norm(tape: Tape, model: Model, x: Value, rows: int, width: int) -> Value:
+    """The model's `normalization` of `x` (rows, width) (`TENorm`, or fused into the linear after it)."""
+    return rms_norm(tape, x, rows, width) if model.normalization == "RMSNorm" else layer_norm(tape, x, rows, width)
+
+
+def norm_parameters(tape: Tape, model: Model, width: int, prefix: str = "", *, replicated: bool) -> None:
+    """The norm's weight, and its bias where it has one."""
+    for name in ("weight",) if model.normalization == "RMSNorm" else ("weight", "bias"):
+        tape.parameter(f"{prefix}{name}", (width,), replicated=replicated)
+
+
+def layer_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
+    """LayerNorm of `x` (rows, width): saves its input, the mean and the reciprocal standard deviation."""
+    mean = tape.value("mean", (rows,), "fp32", grad=False)
+    rstd = tape.value("rstd", (rows,), "fp32", grad=False)
+    out = tape.value("norm_output", (rows, width))
+    gradients = [tape.buffer(f"{name}_gradient", (width,)) for name in ("weight", "bias")]
+    tape.op("layernorm", [x], [out, mean, rstd], saves=[x, mean, rstd], backward_temporaries=gradients)
+    return out
 
 
 def global_buffer(tape: Tape, shape: tuple[int, int]) -> Value:
@@ -120,15 +142,55 @@ def replicated(tape: Tape, sizes: Sizes, x: Value, width: int, out_width: int) -
     return out
 
 
-def add(tape: Tape, sizes: Sizes, branch: Value, residual: Value) -> Value:
-    """Residual addition (`bias_dropout_add` without dropout): saves nothing, passes its gradient on."""
-    out = tape.value("residual", (sizes.shard, sizes.hidden))
-    tape.op("bias_dropout_add", [branch, residual], [out], aliases=True)
+def bias_dropout_add(
+    tape: Tape, workload: Workload, sizes: Sizes, branch: Value, residual: Value, *, biased: bool
+) -> Value:
+    """Residual addition after an optional bias and dropout (`fused_bias_dropout.py`).
+
+    Compiled it makes the output alone, eager a tensor each step. Dropout saves a mask of one byte an element.
+    """
+    shape = (sizes.shard, sizes.hidden)
+    dropped, fused = workload.model.hidden_dropout > 0, workload.training.kernels.bias_dropout_fusion
+    steps = [tape.buffer("biased", shape)] * biased + [tape.buffer("dropped", shape)] * dropped
+    gradient = [tape.buffer("bias_gradient", (sizes.hidden,))] * biased
+    sum_ = tape.value("residual", shape)
+    if not dropped:
+        temporaries = [] if fused else steps
+        tape.op(
+            "bias_dropout_add",
+            [branch, residual],
+            [sum_],
+            temporaries=temporaries,
+            backward_temporaries=gradient,
+            aliases=True,
+        )
+        return sum_
+    # Two operations in one tensor: the residual's gradient is the sum's, the branch's goes through the mask.
+    mask = tape.value("dropout_mask", shape, "bool", grad=False)
+    tape.op(
+        "dropout",
+        [branch],
+        [sum_, mask],
+        saves=[mask],
+        temporaries=[] if fused else steps,
+        backward_temporaries=gradient,
+    )
+    out = tape.view(sum_, "residual", shape)
+    tape.op("add", [sum_, residual], [out], aliases=True)
     return out
 
 
-def swiglu(tape: Tape, rows: int, x: Value, width: int) -> Value:
-    """SwiGLU of `x` (rows, 2 width): a compiled kernel that saves its input (`fused_bias_swiglu.SwiGLUFunction`)."""
-    out = tape.value("activation", (rows, width))
-    tape.op("swiglu", [x], [out], saves=[x])
+def dropout(tape: Tape, x: Value) -> Value:
+    """Eager dropout of `x` (rows, width)."""
+    out = tape.value("dropped", x.shape)
+    mask = tape.value("dropout_mask", x.shape, "bool", grad=False)
+    tape.op("dropout", [x], [out, mask], saves=[mask])
+    return out
+
+
+def add_bias(tape: Tape, x: Value) -> Value:
+    """Eager addition of a bias to `x` (rows, width)."""
+    out = tape.like(x, "biased", x.shape)
+    bias_gradient = tape.buffer("bias_gradient", x.shape[1:])
+    tape.op("add_bias", [x], [out], backward_temporaries=[bias_gradient], aliases=True)
     return out

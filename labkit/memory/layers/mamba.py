@@ -9,10 +9,10 @@ norm is one autograd function that keeps its packed input and the output before 
 from dataclasses import dataclass
 from typing import Self
 
-from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Buffer, Tape, Value
-from labkit.workload import Workload
+from labkit.workload import Model, Workload
 from labkit.workload.gpu import GPUS, Gpu
 
 CHUNK = 128
@@ -94,9 +94,9 @@ class _Scan:
 def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     """From the residual (shard rows, hidden) through the norm fused into the projection to (shard rows, hidden)."""
     scan = _Scan.of(workload, sizes)
-    _parameters(tape, sizes, scan)
+    _parameters(tape, workload.model, sizes, scan)
     with tape.module("in_proj"):
-        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
         projected = column_parallel(tape, sizes, normed, sizes.hidden, scan.packed)
     interleaved = workload.batch.micro_batch_size > 1
     packed = _reordered(tape, projected) if interleaved else projected
@@ -112,13 +112,13 @@ def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     return output
 
 
-def _parameters(tape: Tape, sizes: Sizes, scan: _Scan) -> None:
+def _parameters(tape: Tape, model: Model, sizes: Sizes, scan: _Scan) -> None:
     """In the order `MambaMixer` registers them, its own before its submodules'; all in the training precision."""
     tape.parameter("conv1d_weight", (scan.convolved, 1, CONVOLUTION_WIDTH))
     tape.parameter("conv1d_bias", (scan.convolved,))
     for name in ("dt_bias", "A_log", "D"):
         tape.parameter(name, (scan.heads,))
-    tape.parameter("in_proj.layer_norm_weight", (sizes.hidden,), replicated=sizes.sp > 1)
+    norm_parameters(tape, model, sizes.hidden, "in_proj.layer_norm_", replicated=sizes.sp > 1)
     tape.parameter("in_proj.weight", (scan.packed, sizes.hidden))
     tape.parameter("norm.weight", (scan.inner,))
     tape.parameter("out_proj.weight", (sizes.hidden, scan.inner))

@@ -1,7 +1,7 @@
 """Multi-latent attention (Megatron Core `transformer/multi_latent_attention.py`, `MLASelfAttention`)."""
 
 from labkit.memory.layers.core import core_attention
-from labkit.memory.layers.linear import column_parallel, replicated, rms_norm, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, replicated, row_parallel
 from labkit.memory.layers.rotary import rotary, rotary_table
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -40,14 +40,14 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
         with tape.module(query_name):
             query_input = compressed_query
             if model.qk_layernorm:
-                query_input = rms_norm(tape, compressed_query, sizes.shard, query_input_width)
+                query_input = norm(tape, model, compressed_query, sizes.shard, query_input_width)
             packed_query = column_parallel(tape, sizes, query_input, query_input_width, query_width)
         with tape.module("linear_kv_up_proj"):
             # Transformer Engine makes its strided input contiguous first.
             kv_input = tape.value("input", (sizes.shard, mla.kv_lora_rank))
             tape.op("contiguous", [latent_view], [kv_input], aliases=True)
             if model.qk_layernorm:
-                kv_input = rms_norm(tape, kv_input, sizes.shard, mla.kv_lora_rank)
+                kv_input = norm(tape, model, kv_input, sizes.shard, mla.kv_lora_rank)
             packed_kv = column_parallel(
                 tape, sizes, kv_input, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)
             )
@@ -89,17 +89,19 @@ def _parameters(tape: Tape, model: Model, sizes: Sizes, query_width: int, value_
     mla, hidden = _latent_sizes(model), model.hidden_size
     replicated_here = sizes.sp > 1
     tape.parameter("linear_proj.weight", (hidden, value_width))
+    if model.add_bias_linear:
+        tape.parameter("linear_proj.bias", (hidden,), replicated=replicated_here)
     query_input = hidden
     query_name = "linear_q_proj"
     if mla.q_lora_rank is not None:
         tape.parameter("linear_q_down_proj.weight", (mla.q_lora_rank, hidden), replicated=replicated_here)
         query_input, query_name = mla.q_lora_rank, "linear_q_up_proj"
     if model.qk_layernorm:
-        tape.parameter(f"{query_name}.layer_norm_weight", (query_input,), replicated=replicated_here)
+        norm_parameters(tape, model, query_input, f"{query_name}.layer_norm_", replicated=sizes.sp > 1)
     tape.parameter(f"{query_name}.weight", (query_width, query_input))
     latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
     tape.parameter("linear_kv_down_proj.weight", (latent, hidden), replicated=replicated_here)
     if model.qk_layernorm:
-        tape.parameter("linear_kv_up_proj.layer_norm_weight", (mla.kv_lora_rank,), replicated=replicated_here)
+        norm_parameters(tape, model, mla.kv_lora_rank, "linear_kv_up_proj.layer_norm_", replicated=sizes.sp > 1)
     up_width = (model.num_attention_heads // sizes.tp) * (mla.qk_head_dim + mla.v_head_dim)
     tape.parameter("linear_kv_up_proj.weight", (up_width, mla.kv_lora_rank))

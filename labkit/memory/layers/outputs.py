@@ -1,6 +1,6 @@
 """What a pass of the `lora` runtime hands its caller, and the caller's loss."""
 
-from labkit.memory.layers.linear import rms_norm
+from labkit.memory.layers.linear import norm, norm_parameters
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -12,8 +12,8 @@ def hidden_state_outputs(tape: Tape, workload: Workload, sizes: Sizes, hidden: V
     A shared prefix is repeated for each sequence; context-parallel ranks exchange their rows.
     """
     with tape.module("decoder"), tape.module("final_layernorm"):
-        tape.parameter("weight", (sizes.hidden,), replicated=sizes.sp > 1)
-        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        norm_parameters(tape, workload.model, sizes.hidden, replicated=sizes.sp > 1)
+        normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
         if sizes.sp > 1:
             gathered = tape.value("gathered", (sizes.tokens, sizes.hidden))
             tape.op("gather_from_sequence_parallel", [normed], [gathered])

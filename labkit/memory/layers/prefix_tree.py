@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from labkit.memory.layers.gdn import CHUNK, Heads, gated_norm, gdn_parameters
-from labkit.memory.layers.linear import column_parallel, rms_norm, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -65,9 +65,9 @@ def tree_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     if net is None:
         raise ValueError("a gated delta net layer needs gated_delta_net")
     heads, tokens = Heads.of(net, sizes.tp), sizes.tokens
-    gdn_parameters(tape, sizes, net, heads)
+    gdn_parameters(tape, workload.model, sizes, net, heads)
     with tape.module("in_proj"):
-        normed = rms_norm(tape, hidden, sizes.shard, sizes.hidden)
+        normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
         parts = (heads.convolved, heads.value)
         projected = column_parallel(tape, sizes, normed, sizes.hidden, heads.projected, adapters=parts)
     gate = tape.value("gate", (tokens, heads.value))
@@ -82,7 +82,7 @@ def tree_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     core = tape.value("recurrent_output", (tokens, heads.value))
     tape.op("scatter_segments", [recurrent], [core])
     with tape.module("@norm_out"):
-        gated = gated_norm(tape, tokens, heads, core, gate)
+        gated = gated_norm(tape, workload.model, tokens, heads, core, gate)
     with tape.module("out_proj"):
         return row_parallel(tape, sizes, gated, heads.value)
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, gdn, hybrid, mamba, moe, moonlight, state
+from tests.memory.grid import attention, gdn, hybrid, mamba, mlp, moe, moonlight, state
 
 FAMILIES = {
     "attention": attention,
     "gdn": gdn,
     "hybrid": hybrid,
     "mamba": mamba,
+    "mlp": mlp,
     "moe": moe,
     "moonlight": moonlight,
     "state": state,

@@ -1,0 +1,51 @@
+"""PyTorch operators that decompose otherwise on the meta device, or in eager code, than they run on a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from labkit.drivers.trace.patches import Replacement
+
+
+def replacements() -> Iterator[Replacement]:
+    """What a step calls of them; imports Megatron Core."""
+    from megatron.core import activations
+
+    yield Replacement(
+        torch.nn.functional,
+        "dropout",
+        _dropout(torch.nn.functional.dropout),
+        "the output and a mask of one byte an element (`native_dropout`), elsewhere noise of the input's dtype",
+    )
+    yield Replacement(
+        activations.squared_relu,
+        "__wrapped__",
+        _SquaredReLU.apply,
+        "its output; compiled it saves its input, which is cheaper than its intermediate",
+    )
+
+
+def _dropout(original: Any) -> Any:
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        # `is_fused_kernel_acceptable`, aten/src/ATen/native/Dropout.cpp
+        if training and 0 < p < 1 and not inplace:
+            return torch.native_dropout(input, p, True)[0]
+        output: torch.Tensor = original(input, p, training, inplace)
+        return output
+
+    return dropout
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """`torch.compile` splits forward from backward where the fewest bytes cross: at the input (`partitioners.py`)."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(x)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = context.saved_tensors
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
