@@ -22,6 +22,8 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
         if sizes.tp > 1:
             saves.append(tape.value("input_mask", (sizes.tokens,), "bool", grad=False))
             saves.append(tape.value("masked_input", (sizes.tokens,), "int64", grad=False))
+        else:
+            saves.append(tape.value("token_ids", (sizes.tokens,), "int64", grad=False))
         # The gradient of the lookup is a whole weight, made outside any fused accumulation.
         gradient = tape.buffer("weight_gradient", (width, sizes.hidden))
         masked_gradient = tape.buffer("masked_gradient", (sizes.tokens, sizes.hidden))
@@ -78,18 +80,21 @@ def _cross_entropy(tape: Tape, workload: Workload, sizes: Sizes, logits: Value) 
         dtype = "fp32" if behaviour == "fp32_buffer" else logits.dtype
         gradient = tape.value("logits_gradient", logits.shape, dtype, grad=False)
         outputs.append(gradient)
+    labels = tape.value("labels", (sizes.tokens,), "int64", grad=False)
+    loss_mask = tape.value("loss_mask", (sizes.tokens,), "fp32", grad=False)
+    tape.op("batch", [], [labels, loss_mask])
     exchanged = [
         tape.buffer("local_statistics", (sizes.tokens, 4), "fp32"),
         tape.buffer("gathered_statistics", (sizes.tp * sizes.tokens, 4), "fp32"),
     ]
     tape.op(
         "cross_entropy",
-        [logits],
+        [logits, labels],
         outputs,
-        saves=[gradient, statistics],
+        saves=[gradient, statistics, labels],
         temporaries=exchanged if sizes.tp > 1 else [],
         # Autograd casts a gradient of another dtype: a new tensor.
         gradient_in=gradient if gradient.dtype == logits.dtype else None,
     )
     # forward() returns the loss alone: logits live on only where backward needs them.
-    tape.op("mean", [loss], [tape.value("mean_loss", (1,), "fp32")])
+    tape.op("mean", [loss, loss_mask], [tape.value("mean_loss", (1,), "fp32")], saves=[loss_mask])
