@@ -42,7 +42,8 @@ class Row(NamedTuple):
     layer: int | None
     """Decoder layer, from 0; None outside the layers."""
     kind: str
-    """What holds it: parameters, gradients, optimizer, attention, mlp, moe, norm, embedding, head, input, library."""
+    """What holds it: parameters, gradients, optimizer, attention, mlp, moe, norm, embedding, head, input, pipeline,
+    library."""
     module: str
     """Module path below the model, e.g. `decoder.layers.3.mlp.router`."""
     tensor: str

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
-from labkit.memory.script import CACHE, CLOSE, LET_GO, ONCE, OPEN, Script
+from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, SENT_GRADIENT, Script
 from labkit.memory.units import Chunk, Unit
 
 CacheUse = Literal["hit", "grow", "churn"]
@@ -30,6 +30,13 @@ class Change(NamedTuple):
 
 
 NOTHING = Change(0, 0)
+
+
+class _Kept(NamedTuple):
+    """A tensor that outlives its pass."""
+
+    bytes: Any
+    holders: set[str | int]
 
 
 class Numbers(Protocol):
@@ -99,9 +106,20 @@ class _Meters:
         return self._changes[key]
 
     @cached_property
-    def kept_by_caller(self) -> Any:
-        """What the caller keeps of a micro-batch until its backward is done."""
-        return sum(self._sizes[slot] for slot in self._script.kept_by_caller)
+    def kept_by_caller(self) -> dict[bool, list[tuple[str, Any]]]:
+        """(key, bytes) of what the caller keeps of a pass (False forward, True backward)."""
+        kept = self._script.kept_by_caller
+        return {backward: [(key, self._sizes[slot]) for key, slot in each] for backward, each in kept.items()}
+
+    @property
+    def keeps_output(self) -> bool:
+        """A module attribute keeps what the unit puts out."""
+        return self._script.keeps_output
+
+    @property
+    def output(self) -> Any:
+        """Bytes of what the unit puts out."""
+        return self._sizes[self._script.output or 0]
 
     @cached_property
     def left_by_attributes(self) -> Any:
@@ -118,11 +136,11 @@ def _forward_steps(
         if code == OPEN or (code == ONCE and key in opens):
             yield slot, 1
         elif code == CLOSE or (code == LET_GO and earlier == "over"):
-            for freed in frees[position]:
+            for freed in frees.get(position, ()):
                 yield freed, -1
         elif code == LET_GO and earlier == "running":
             # What its own forward is done with; the rest its backward still needs.
-            for freed in frees[position]:
+            for freed in frees.get(position, ()):
                 if freed in script.closed_in_forward:
                     yield freed, -1
         elif code == CACHE and cache != "hit":
@@ -137,9 +155,10 @@ def _backward_steps(script: Script, let_go: bool, opens: frozenset[str]) -> Iter
         if code == OPEN or (code == ONCE and key in opens):
             yield slot, 1
         elif code == CLOSE and let_go:
-            yield slot, -1
+            if slot not in script.kept_behind:
+                yield slot, -1
         elif code == CLOSE or (code == LET_GO and not let_go):
-            for freed in frees[position]:
+            for freed in frees.get(position, ()):
                 yield freed, -1
 
 
@@ -173,6 +192,9 @@ class Meter:
         self._warm: set[int] = set()
         """Chunks that have run a forward: their modules have used their caches."""
         self._has_run_backward: set[int] = set()
+        self._kept: list[_Kept] = []
+        self.prefetched: Any = 0
+        """Bytes of an input received ahead of its forward."""
         self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
         """What passes of a chunk do that are not its first."""
         self._latest: dict[int, int] = {}
@@ -193,6 +215,9 @@ class Meter:
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> Any:
         """Forward pass of model chunk `index`; returns the bytes it leaves for its backward."""
+        self.level = self.level - self.prefetched
+        self.prefetched = 0
+        self._drop(index)
         before, latest = self.level, self._latest.get(index)
         earlier: Earlier = "none" if latest is None else "over"
         if latest is not None and (index, latest) in self._running:
@@ -207,6 +232,7 @@ class Meter:
         else:
             self._stretches_forward(chunk, earlier, warm=False)
             self._warm.add(index)
+        self._caller_keeps(chunk, index, backward=False, latest=True)
         return self.level - before
 
     def _stretches_forward(self, chunk: Chunk, earlier: Earlier, *, warm: bool) -> None:
@@ -227,15 +253,45 @@ class Meter:
         self._running.remove((index, microbatch))
         let_go = (index, microbatch) in self._let_go
         self._let_go.discard((index, microbatch))
+        if any(key == CALLER for key, _ in self._of(chunk.units[-1]).kept_by_caller[True]):
+            self._drop(CALLER)
         if index in self._has_run_backward:
             self._again((chunk, let_go), lambda: self._stretches_backward(chunk, let_go))
         else:
             self._stretches_backward(chunk, let_go)
             self._has_run_backward.add(index)
+        self._caller_keeps(chunk, index, backward=True, latest=not let_go)
 
-    def caller_lets_go(self, chunk: Chunk, index: int) -> None:  # noqa: ARG002 (all chunks alike)
-        """The caller drops what it has kept of a chunk."""
-        self.level = self.level - sum(self._of(unit).kept_by_caller for unit in chunk.units)
+    def caller_lets_go(self) -> None:
+        """The caller of the model drops what it has kept."""
+        for key in CALLERS:
+            self._drop(key)
+
+    def _drop(self, holder: str | int) -> None:
+        """Free what no one but `holder` keeps: a key of the caller, or the chunk that keeps its input's gradient."""
+        for kept in self._kept:
+            kept.holders.discard(holder)
+            if not kept.holders:
+                self.level = self.level - kept.bytes
+        self._kept = [kept for kept in self._kept if kept.holders]
+
+    def prefetch(self, chunk: Chunk) -> None:
+        """The next forward's input is received ahead of it."""
+        self.prefetched = self._of(chunk.units[0]).output
+        self.add(Change(self.prefetched, self.prefetched))
+
+    def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
+        """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""
+        for unit in (chunk.units[0], chunk.units[-1]):
+            for key, nbytes in self._of(unit).kept_by_caller[backward]:
+                self._drop(key)
+                with_input = key == SENT_GRADIENT and latest
+                self._kept.append(_Kept(nbytes, {key, index} if with_input else {key}))
+        first = self._of(chunk.units[0])
+        if backward and latest and first.keeps_output:
+            # The next unit's pass is done with it.
+            self.level = self.level + first.output
+            self._kept.append(_Kept(first.output, {index}))
 
     def _stretches_backward(self, chunk: Chunk, let_go: bool) -> None:
         for units, times in reversed(chunk.stretches):

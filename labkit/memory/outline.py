@@ -104,6 +104,8 @@ class _Levels:
         self.end_phase()
         if self._now is None or iteration != self._now[0]:
             self.between, self.retained = self._meter.level, 0
+        if phase == "backward" and (iteration, phase) not in self.peaks:
+            self.retained = self.retained + self._meter.prefetched
         self._meter.start_phase()
         self._now = iteration, phase
 
@@ -113,6 +115,9 @@ class _Levels:
     def zero_gradients(self) -> None:
         if self._now is not None and self._now[0]:
             self._meter.add(self._state.zero_gradients)
+
+    def prefetch(self, chunk: Chunk) -> None:
+        self._meter.prefetch(chunk)
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         left = self._meter.forward(chunk, index, microbatch)
@@ -130,8 +135,8 @@ class _Levels:
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         self._meter.backward(chunk, index, microbatch)
 
-    def caller_lets_go(self, chunk: Chunk, index: int) -> None:
-        self._meter.caller_lets_go(chunk, index)
+    def caller_lets_go(self) -> None:
+        self._meter.caller_lets_go()
 
     def sync_gradients(self) -> None:
         self._meter.add(self._state.sync_gradients)

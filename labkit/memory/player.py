@@ -7,7 +7,21 @@ gradients that meet are added in place where nothing else needs the one that cam
 
 from labkit.memory.library import workspaces
 from labkit.memory.recompute import Region
-from labkit.memory.script import CACHE, CALLER, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Script, Slot
+from labkit.memory.script import (
+    CACHE,
+    CALLER,
+    CLOSE,
+    FOLLOW,
+    GRADIENT_OUT,
+    HOLD,
+    INPUT,
+    LET_GO,
+    ONCE,
+    OPEN,
+    SENT_GRADIENT,
+    Script,
+    Slot,
+)
 from labkit.memory.tape import Buffer, Op, Tape, Value
 
 
@@ -107,6 +121,9 @@ class _Player:
         elif tape.ops:
             loss = tape.ops[-1].outputs[0]
             self._gradients[loss] = self._new(loss, "gradient")
+            if tape.ops[-1].keeps_gradient:
+                self._steps.append((LET_GO, -1, CALLER))
+                self._hold(self._gradients[loss], CALLER)
         self._reverse(0, len(tape.ops) - 1, frozenset())
         if tape.entry is not None:
             gradient = self._gradients[tape.entry]
@@ -294,8 +311,25 @@ class _Player:
                     self._accumulate(value, self._gradient(op, value, flowing))
             for slot in temporaries:
                 self._steps.append((CLOSE, slot, ""))
+        if not op.inputs and op.persists:
+            flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
         for storage in (*flowing, *saved):
             self._release(storage)
+
+    def _leaf_gradient(self, op: Op, index: int, gradient: _Storage) -> _Storage:
+        """A received tensor is a leaf: its gradient stays with it (`.grad`), a copy where others hold it.
+
+        It is sent on from there; the variable of the schedule that held the last one is free then.
+        """
+        (leaf,) = op.persists
+        if gradient.held:
+            copy = self._new(leaf, f"{leaf.name} gradient")
+            self._release(gradient)
+            gradient = copy
+        self._hold(gradient, f"{index} {leaf.name}", FOLLOW)
+        self._steps.append((LET_GO, -1, SENT_GRADIENT))
+        self._hold(gradient, SENT_GRADIENT)
+        return gradient
 
     def _gradient(self, op: Op, value: Value, flowing: list[_Storage]) -> _Storage:
         if op.aliases:
@@ -387,10 +421,10 @@ class _Player:
         storage.references += 1
         return storage
 
-    def _hold(self, storage: _Storage, key: str) -> None:
+    def _hold(self, storage: _Storage, key: str, code: int = HOLD) -> None:
         storage.references += 1
         storage.held += 1
-        self._steps.append((HOLD, -1 if storage.slot is None else storage.slot, key))
+        self._steps.append((code, -1 if storage.slot is None else storage.slot, key))
 
     def _release(self, storage: _Storage) -> None:
         storage.references -= 1

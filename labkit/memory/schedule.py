@@ -7,9 +7,9 @@ from labkit.workload import Workload
 
 
 class Pass(NamedTuple):
-    """One pass of one model chunk."""
+    """One pass of one model chunk; `prefetch` only receives the input of its forward."""
 
-    phase: Literal["forward", "backward"]
+    phase: Literal["forward", "backward", "prefetch"]
     chunk: int
     microbatch: int
 
@@ -26,6 +26,10 @@ def passes(workload: Workload, stage: int) -> Iterator[Pass]:
     backwards = (Pass("backward", last - chunk, microbatch) for microbatch, chunk in table)
     for position, (microbatch, chunk) in enumerate(table):
         yield Pass("forward", chunk, microbatch)
+        if last and position + 1 < len(table) and (stage, table[position + 1][1]) != (0, 0):
+            # `overlap_p2p_comm`: with model chunks the next input is asked for before the backward.
+            following, of_chunk = table[position + 1]
+            yield Pass("prefetch", of_chunk, following)
         if position >= warmup:
             yield next(backwards)
     yield from backwards

@@ -14,18 +14,20 @@ from typing import NamedTuple
 from labkit.ledger import Certainty
 from labkit.memory.tape import Parameter, Shape
 
-OPEN, CLOSE, HOLD, LET_GO, ONCE, CACHE = range(6)
+OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE = range(7)
 """What a step does.
 
 OPEN slot, CLOSE slot: the pass allocates a tensor, or is done with it.
 HOLD slot, key: the module's attribute `key` keeps the slot until a LET_GO of `key` in a later forward.
+FOLLOW slot, key: the slot is kept too if `key` still keeps what this pass of the unit has put out.
 LET_GO key: the module gives up what `key` has held since an earlier forward.
 ONCE slot, key: allocated unless the process has `key` already; kept for good.
 CACHE slot, key: an entry of the cache `key` of this unit's module, which all modules share (`Slot.entries` fit).
 """
 
-CALLER = "caller"
-"""Key of what the caller of the model holds until backward is done."""
+CALLER, SENT_GRADIENT = "caller", "caller: sent gradient"
+"""Keys of what the caller of the model holds: until backward is done, or until it holds the next such tensor."""
+CALLERS = frozenset((CALLER, SENT_GRADIENT))
 
 INPUT, GRADIENT_OUT = 0, 1
 """Slots that the unit's neighbours allocate: the residual stream it reads, the gradient of the one it writes."""
@@ -89,12 +91,12 @@ class Script:
         holds: Counter[tuple[int, int]] = Counter()
         done: set[tuple[int, int]] = set()
         found: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
-        attributes = any(code == HOLD for code, _, _ in (*self.forward, *self.backward))
+        attributes = any(code in (HOLD, FOLLOW) for code, _, _ in (*self.forward, *self.backward))
         for microbatch in range(2 if attributes else 1):
             for backward, steps in ((False, self.forward), (True, self.backward)):
                 for position, (code, slot, key) in enumerate(steps):
                     tensor = microbatch, slot
-                    if code == HOLD:
+                    if code in (HOLD, FOLLOW):
                         held.setdefault(key, []).append(tensor)
                         holds[tensor] += 1
                     elif code == CLOSE:
@@ -102,20 +104,33 @@ class Script:
                         if kept:
                             done.add(tensor)
                         found[backward][position] = [] if kept else [slot]
-                    elif code == LET_GO:
+                    elif code == LET_GO and key not in CALLERS:
                         let_go = held.pop(key, [])
                         holds.subtract(let_go)
                         found[backward][position] = [each[1] for each in let_go if not holds[each] and each in done]
             if self.gradient_in is not None:
                 # The unit before is done with it.
                 done.add((microbatch, self.gradient_in))
-            holds.subtract(held.pop(CALLER, []))
         return found
 
     @cached_property
-    def kept_by_caller(self) -> list[int]:
-        """Slots that are free when the caller lets go."""
-        return [slot for code, slot, key in self.forward if code == HOLD and key == CALLER]
+    def kept_by_caller(self) -> dict[bool, list[tuple[str, int]]]:
+        """(key, slot) of what the caller keeps of a pass (False forward, True backward)."""
+        return {
+            backward: [(key, slot) for code, slot, key in steps if code == HOLD and key in CALLERS]
+            for backward, steps in ((False, self.forward), (True, self.backward))
+        }
+
+    @cached_property
+    def keeps_output(self) -> bool:
+        """A module attribute keeps what the unit puts out (what a pipeline stage receives)."""
+        return any(code == HOLD and slot == self.output for code, slot, _ in self.forward)
+
+    @cached_property
+    def kept_behind(self) -> frozenset[int]:
+        """Slots that backward closes and others still keep: the caller, or the unit behind."""
+        kept = {slot for _, slot in self.kept_by_caller[True]}
+        return frozenset(kept | {GRADIENT_OUT} if self.gradient_out_held else kept)
 
     @cached_property
     def closed_in_forward(self) -> frozenset[int]:

@@ -22,14 +22,17 @@ class Books(Protocol):
     def zero_gradients(self) -> None:
         """A step begins."""
 
+    def prefetch(self, chunk: Chunk) -> None:
+        """The input of the next forward, which is this model chunk's, is received ahead of it."""
+
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of a model chunk."""
 
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Backward pass of that forward."""
 
-    def caller_lets_go(self, chunk: Chunk, index: int) -> None:
-        """The caller of the model drops what it has kept of a chunk."""
+    def caller_lets_go(self) -> None:
+        """The caller of the model drops what it has kept."""
 
     def sync_gradients(self) -> None:
         """Gradients are reduced."""
@@ -45,6 +48,9 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
     for iteration in range(1, ITERATIONS + 1):
         books.zero_gradients()
         for phase, chunk, microbatch in passes(workload, stage):
+            if phase == "prefetch":
+                books.prefetch(model[chunk])
+                continue
             books.enter(iteration, phase)
             if phase == "forward":
                 books.forward(model[chunk], chunk, microbatch)
@@ -54,7 +60,8 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
                 books.forward(loss, len(model), microbatch)
                 books.backward(loss, len(model), microbatch)
                 books.backward(model[chunk], chunk, microbatch)
-                books.caller_lets_go(loss, len(model))
+                books.caller_lets_go()
+        books.caller_lets_go()
         if workload.training.steps_optimizer:
             books.enter(iteration, "grad_sync")
             books.sync_gradients()

@@ -97,6 +97,8 @@ class Op:
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
     keeps: tuple[Value, ...]
     """Tensors that the caller of the model keeps until backward is done."""
+    keeps_gradient: bool
+    """The caller keeps the gradient it hands to its backward, until it has the next one."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -232,6 +234,7 @@ class Tape:
         node_keeps: Sequence[Value] = (),
         caches: int = 0,
         keeps: Sequence[Value] = (),
+        keeps_gradient: bool = False,
     ) -> None:
         """Record an operation of the current module."""
         index = len(self.ops)
@@ -262,6 +265,7 @@ class Tape:
                 tuple(node_keeps),
                 caches,
                 tuple(keeps),
+                keeps_gradient,
             )
         )
 

@@ -1,7 +1,7 @@
 """Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
 
 from labkit.memory.book import Book
-from labkit.memory.script import CACHE, CALLER, CLOSE, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
+from labkit.memory.script import CACHE, CALLERS, CLOSE, FOLLOW, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
 from labkit.memory.state import State
 from labkit.memory.units import Chunk, Unit
 
@@ -22,6 +22,7 @@ class Writer:
         """Held entries that their pass is done with."""
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """Entries of each slot of each unit, by chunk and micro-batch."""
+        self._prefetched: int | None = None
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
@@ -46,10 +47,18 @@ class Writer:
         """The optimizer steps."""
         self._state.step(self._book)
 
+    def prefetch(self, chunk: Chunk) -> None:
+        """The next forward's input is received ahead of it."""
+        unit = chunk.units[0]
+        self._prefetched = self._open(unit, unit.script.slots[unit.script.output or 0])
+
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
         hidden = self._handed_on
+        if self._prefetched is not None:
+            self._book.close(self._prefetched)
+            self._prefetched = None
         for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
@@ -71,10 +80,10 @@ class Writer:
                 gradient = frame[unit.script.gradient_in]
         self._handed_on = gradient
 
-    def caller_lets_go(self, chunk: Chunk, index: int) -> None:
-        """The caller drops what it has kept of chunk `index`."""
-        for position in range(len(chunk.units)):
-            for number in self._held.pop((index, position, CALLER), ()):
+    def caller_lets_go(self) -> None:
+        """The caller of the model drops what it has kept."""
+        for key in CALLERS:
+            for number in self._held.pop(self._holder((-1, -1), key), ()):
                 self._let_go(number)
 
     def _run(self, unit: Unit, steps: list[tuple[int, int, str]], frame: list[int], at: tuple[int, int]) -> None:
@@ -85,16 +94,26 @@ class Writer:
             elif code == CLOSE:
                 self._close(frame[slot])
             elif code == HOLD:
-                self._held.setdefault((*at, key), []).append(frame[slot])
-                self._holds[frame[slot]] = self._holds.get(frame[slot], 0) + 1
+                self._hold(frame[slot], self._holder(at, key))
+            elif code == FOLLOW:
+                leader = frame[unit.script.output or 0]
+                if leader in self._held.get(self._holder(at, key), ()):
+                    self._hold(frame[slot], self._holder(at, key))
             elif code == LET_GO:
-                for number in self._held.pop((*at, key), ()):
+                for number in self._held.pop(self._holder(at, key), ()):
                     self._let_go(number)
             elif code == ONCE and key not in self._once:
                 self._once.add(key)
                 self._open(unit, slots[slot], library=True)
             elif code == CACHE:
                 self._cache(unit, slots[slot], key)
+
+    def _holder(self, at: tuple[int, int], key: str) -> tuple[int, int, str]:
+        return (-1, -1, key) if key in CALLERS else (*at, key)
+
+    def _hold(self, number: int, holder: tuple[int, int, str]) -> None:
+        self._held.setdefault(holder, []).append(number)
+        self._holds[number] = self._holds.get(number, 0) + 1
 
     def _close(self, number: int) -> None:
         if number in self._holds:

@@ -14,6 +14,8 @@ from labkit.workload.model import LayerKind
 
 BATCHES = "batches"
 """The function that makes a batch (`labkit.drivers.step`)."""
+RECEIVED, RECEIVED_GRADIENT = "create_tensor_recv_prev", "create_tensor_recv_next"
+"""What receives from the neighbouring pipeline stages (`p2p_communication`)."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """The ledger's names where they are not PyTorch's."""
@@ -128,6 +130,8 @@ def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     if allocation.phase == "grad_sync":
         return "gradients"
     if allocation.maker.module == OUTSIDE:
+        if allocation.maker.producer in (RECEIVED, RECEIVED_GRADIENT):
+            return "pipeline"
         return "input" if allocation.maker.producer == BATCHES else "head"
     first, *below = allocation.maker.module.split(".")
     layer = _layer(allocation.maker.module)
@@ -148,6 +152,8 @@ def _lifetime(allocation: Allocation, horizon: int | None, first_step: int, stea
 
     if allocation.phase == "setup":
         return "state" if alive_at(first_step) else "transient"
+    if allocation.maker.producer == RECEIVED_GRADIENT:
+        return "transient"
     if allocation.phase == "forward":
         if dies is None and allocation.iteration < last:
             return "state"

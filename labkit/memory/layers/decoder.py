@@ -86,21 +86,28 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
 
 
 def record_received(workload: Workload, sizes: Sizes) -> Tape:
-    """What a later pipeline stage begins with: the residual stream it receives (`p2p_communication.recv_forward`)."""
-    tape = Tape(workload.training.precision)
+    """What a later pipeline stage begins with: the residual stream it receives.
+
+    Sources: `p2p_communication.recv_forward`; `TransformerBlock.set_input_tensor`, which keeps it, and so its gradient,
+    until the next forward.
+    """
+    tape = _tape(workload)
     with tape.module("pipeline", kind="pipeline"):
         tape.exit = tape.value("received", (sizes.shard, sizes.hidden))
-        tape.op("recv_forward", [], [tape.exit])
+        tape.op("recv_forward", [], [tape.exit], persists=[tape.exit])
     return tape
 
 
 def record_sent(workload: Workload, sizes: Sizes) -> Tape:
-    """What an earlier stage ends with: what it sends is freed, its gradient received (`deallocate_output_tensor`)."""
-    tape = Tape(workload.training.precision)
+    """What an earlier stage ends with: what it sends is freed, the gradient it gets for it outlives backward.
+
+    Sources: `schedules.deallocate_output_tensor`; `output_tensor_grad`, a variable of the schedule.
+    """
+    tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     with tape.module("pipeline", kind="pipeline"):
         sent = tape.view(tape.entry, "sent", tape.entry.shape)
-        tape.op("send_forward", [tape.entry], [sent], aliases=True)
+        tape.op("send_forward", [tape.entry], [sent], aliases=True, keeps_gradient=True)
     return tape
 
 
