@@ -92,6 +92,7 @@ class _Levels:
         self._state = state
         self._meter = meter
         self._larger = larger
+        self._iteration = 0
         self._now: tuple[int, str] | None = None
 
     def end_phase(self) -> None:
@@ -102,18 +103,18 @@ class _Levels:
 
     def enter(self, iteration: int, phase: str) -> None:
         self.end_phase()
-        if self._now is None or iteration != self._now[0]:
+        if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
         if phase == "backward" and (iteration, phase) not in self.peaks:
             self.retained = self.retained + self._meter.prefetched
         self._meter.start_phase()
-        self._now = iteration, phase
+        self._iteration, self._now = iteration, (iteration, phase)
 
     def set_up(self) -> None:
         self._meter.add(self._state.set_up)
 
     def zero_gradients(self) -> None:
-        if self._now is not None and self._now[0]:
+        if self._iteration:
             self._meter.add(self._state.zero_gradients)
 
     def prefetch(self, chunk: Chunk) -> None:
@@ -121,15 +122,7 @@ class _Levels:
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         left = self._meter.forward(chunk, index, microbatch)
-        if (
-            self._now is not None
-            and self._now[1] == "forward"
-            and (
-                self._now[0],
-                "backward",
-            )
-            not in self.peaks
-        ):
+        if self._now == (self._iteration, "forward") and (self._iteration, "backward") not in self.peaks:
             self.retained = self.retained + left
 
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
@@ -142,8 +135,7 @@ class _Levels:
         self._meter.add(self._state.sync_gradients)
 
     def step(self) -> None:
-        first = self._now is not None and self._now[0] == 1
-        self._meter.add(self._state.first_step if first else self._state.later_step)
+        self._meter.add(self._state.first_step if self._iteration == 1 else self._state.later_step)
 
 
 class _Tally(Book):

@@ -1,8 +1,8 @@
 """How the work is spread over ranks."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from labkit.workload.base import Part
 
@@ -20,7 +20,7 @@ class Parallelism(Part):
     sequence_parallel: bool = False
     cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
     """How context-parallel ranks exchange keys and values."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
     """Model chunks of a pipeline rank; None: one, without interleaving."""
     microbatch_group_size_per_vp_stage: PositiveInt | None = None
     """Micro-batches a chunk runs before the next chunk's turn; None is Megatron's default, the pipeline size."""

@@ -13,6 +13,7 @@ from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
+from labkit.workload.pipeline_rules import pipeline_findings
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -25,7 +26,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
-    found += [*_activation(workload)]
+    found += [*_activation(workload), *pipeline_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -45,8 +46,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
         "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
-        "parallelism.pipeline_model_parallel_size": (layout.pp != 1, str(layout.pp)),
-        "parallelism.virtual_pipeline_model_parallel_size": (layout.vpp != 1, str(layout.vpp)),
         "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
         "training.kernels.bias_activation_fusion": (experts and not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),

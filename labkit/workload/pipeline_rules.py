@@ -1,0 +1,82 @@
+"""Rules of pipelines: how layers divide over stages and chunks, how micro-batches over an interleaved schedule.
+
+Sources: Megatron Core `TransformerConfig.__post_init__`, `parallel_state.initialize_model_parallel`,
+`schedules.forward_backward_pipelining_with_interleaving`, `transformer_block.get_num_layers_to_build`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from labkit.workload.finding import Finding
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+_PP, _VPP = "parallelism.pipeline_model_parallel_size", "parallelism.virtual_pipeline_model_parallel_size"
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_TAKEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
+    """Rules a pipelined workload breaks."""
+    layout = workload.parallelism
+    stated = [getattr(layout, name) for name in _ENDS]
+    if any(number is not None for number in stated):
+        if any(getattr(layout, name) for name in _TAKEN):
+            reason = "an uneven split and places for the embedding or the loss exclude each other"
+            yield Finding("error", f"parallelism.{_ENDS[stated[0] is None]}", reason, "give one of the two")
+            return
+        yield from _uneven(workload)
+    else:
+        yield from _even(workload)
+    if layout.vpp > 1:
+        if layout.pp == 1:
+            reason = "model chunks need a pipeline to interleave in"
+            yield Finding("error", _VPP, reason, "raise pipeline_model_parallel_size or leave it out")
+        else:
+            yield from _micro_batches(workload)
+
+
+def _even(workload: "Workload") -> Iterator[Finding]:
+    layout = workload.parallelism
+    places = workload.model.num_layers + sum(getattr(layout, name) for name in _TAKEN)
+    what = "num_layers" if places == workload.model.num_layers else "num_layers with embedding and loss"
+    if places % layout.pp:
+        reason = f"{layout.pp} stages do not divide {what} ({places})"
+        yield Finding("error", _PP, reason, "use a divisor, or give the layers of the first or last stage")
+    elif places // layout.pp % layout.vpp:
+        reason = f"{layout.vpp} chunks do not divide the {places // layout.pp} layers of a stage"
+        yield Finding("error", _VPP, reason, "use a divisor")
+
+
+def _uneven(workload: "Workload") -> Iterator[Finding]:
+    layout = workload.parallelism
+    left, stages = workload.model.num_layers, layout.pp
+    for name in _ENDS:
+        layers = getattr(layout, name)
+        if layers is not None:
+            left -= layers
+            stages -= 1
+            if layers % layout.vpp:
+                reason = f"{layout.vpp} chunks do not divide the stage's {layers} layers"
+                yield Finding("error", f"parallelism.{name}", reason, f"use a multiple of {layout.vpp}")
+    if stages < 0 or left < 0 or bool(left) != bool(stages):
+        reason = f"{left} layers are left for {stages} other stages"
+        yield Finding("error", _PP, reason, "let the stages' layers add up to num_layers")
+    elif stages and left % stages:
+        reason = f"{stages} other stages do not divide the {left} layers left for them"
+        yield Finding("error", _PP, reason, "let the layers of the other stages be equal")
+    elif stages and left // stages % layout.vpp:
+        reason = f"{layout.vpp} chunks do not divide the {left // stages} layers of the other stages"
+        yield Finding("error", _VPP, reason, "use a divisor")
+
+
+def _micro_batches(workload: "Workload") -> Iterator[Finding]:
+    layout, number = workload.parallelism, workload.num_microbatches
+    group, field = layout.microbatch_group, "parallelism.microbatch_group_size_per_vp_stage"
+    if not layout.pp <= group <= number:
+        reason = f"{group} micro-batches in a row must be at least the {layout.pp} stages and at most all {number}"
+        yield Finding("error", field, reason, "change it, or raise batch.global_batch_size")
+    elif 0 < number % group < layout.pp:
+        reason = f"of {number} micro-batches {number % group} are left over, fewer than the {layout.pp} stages"
+        yield Finding("error", field, reason, "let it divide the micro-batches")
