@@ -72,7 +72,7 @@ _AXES: dict[str, Callable[[Workload], Any]] = {
     "recompute": lambda case: case.recompute.label,
 }
 
-_LENGTHS = ("seq_length", "micro_batch_size", "global_batch_size")
+_TOGETHER = ("seq_length", "global_batch_size")
 """Fields of the batch that may differ among workloads that are priced together."""
 
 
@@ -94,7 +94,7 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
     """Positions of workloads that differ in lengths and recompute alone."""
     number = _Numbering()
     rest = [name for name in Workload.model_fields if name not in ("batch", "recompute")]
-    rest_of_batch = [name for name in Batch.model_fields if name not in _LENGTHS]
+    rest_of_batch = [name for name in Batch.model_fields if name not in _TOGETHER]
     found: dict[Hashable, list[int]] = {}
     for position, case in enumerate(cases):
         parts = [number(getattr(case, name)) for name in rest]
@@ -102,17 +102,15 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
         if case.training.kernels.attention_backend != "fused":
             batch.append(length_choices(case))
         if case.training.runtime == "lora":
-            batch.append(case.batch)  # packed batches are no arrays
+            batch.append(case.batch.seq_length)  # packed batches are no arrays
         found.setdefault((*parts, *batch, case.distinct_microbatches), []).append(position)
     return list(found.values())
 
 
 def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     """Rows of workloads that differ in lengths and recompute alone."""
-    lengths = {(case.batch.micro_batch_size, case.batch.seq_length): None for case in cases}
-    column = {length: index for index, length in enumerate(lengths)}
-    micro_batch_sizes, seq_lengths = np.array(list(lengths), dtype=np.int64).T
-    batch = cases[0].batch.model_copy(update={"micro_batch_size": micro_batch_sizes, "seq_length": seq_lengths})
+    lengths = sorted({case.batch.seq_length for case in cases})
+    batch = cases[0].batch.model_copy(update={"seq_length": np.array(lengths, dtype=np.int64)})
     sweeping = cases[0].model_copy(update={"batch": batch})
     recorder = Recorder(sweeping, Sizes.of(sweeping))
     pools: dict[Callable[[Any], Any], Pool] = {size: Pool(_Arrays(size, len(lengths))) for size in (tensor, block)}
@@ -120,7 +118,7 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     for case in cases:
         if case.recompute not in priced:
             priced[case.recompute] = _rows(recorder, case, pools, len(lengths))
-        yield priced[case.recompute][column[case.batch.micro_batch_size, case.batch.seq_length]]
+        yield priced[case.recompute][lengths.index(case.batch.seq_length)]
 
 
 def _rows(recorder: Recorder, case: Workload, pools: dict[Callable[[Any], Any], Pool], count: int) -> list[Row]:

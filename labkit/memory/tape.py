@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from labkit.ledger import Certainty, rounded
 from labkit.workload.training import FLOAT_BYTES
@@ -47,6 +47,13 @@ class Value:
     def storage(self) -> "Value":
         """The value that owns its storage: itself unless it is a view."""
         return self if self.base is None else self.base
+
+    @property
+    def is_part(self) -> bool:
+        """It is a view of less than its storage."""
+        # In a sweep bytes are arrays: views are parts at every length or at none.
+        smaller: Any = self.bytes != self.storage.bytes
+        return smaller if isinstance(smaller, bool) else bool(smaller.all())
 
 
 class Buffer(NamedTuple):

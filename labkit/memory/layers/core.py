@@ -31,7 +31,7 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
 
 
 def _contiguous(tape: Tape, x: Value) -> Value:
-    if x.base is None or x.bytes == x.base.bytes:
+    if not x.is_part:
         return x
     copy = tape.value(x.name, x.shape)
     tape.op("contiguous", [x], [copy], aliases=True)

@@ -9,7 +9,7 @@ from labkit.workload.kernels import LengthChoices, length_choices
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers every layer needs. Rows are tokens of one micro-batch."""
+    """Numbers every layer needs. Rows are tokens of one micro-batch, in a sweep arrays over sequence lengths."""
 
     tokens: int
     """Rows of the full sequence, as tensor-parallel regions see them."""
