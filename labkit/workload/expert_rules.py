@@ -22,7 +22,8 @@ def expert_findings(workload: "Workload") -> Iterator[Finding]:
         if routing is not None:
             yield Finding("warning", "routing", "the model has no experts to route to", "leave it out")
         return
-    yield from _not_priced(moe)
+    if workload.training.runtime == "megatron":
+        yield from _not_priced(moe)
     yield from _capacity(moe, workload.training.kernels)
     yield from _overlap(moe, workload.training.kernels)
     if routing is not None and moe.num_moe_experts % workload.parallelism.ep == 0:

@@ -33,7 +33,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     mixers = {layer.mixer for layer in model.layers}
     refused = {
         "model.multi_latent_attention": "mla" in mixers,
-        "model.mixture_of_experts": model.mixture_of_experts is not None,
         "model.hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
         "model.mtp_num_layers": model.mtp_num_layers is not None,
         "model.normalization": model.normalization != "RMSNorm",

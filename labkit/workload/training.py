@@ -87,6 +87,11 @@ class Training(Part):
         return self.lora is None or self.lora.optimizer_step
 
     @property
+    def fuses_activation(self) -> bool:
+        """An MLP's activation is one kernel."""
+        return self.kernels.bias_activation_fusion or self.compiles_layers
+
+    @property
     def compiles_layers(self) -> bool:
         """Whole layers run under `torch.compile`: pointwise chains keep no intermediates."""
         return self.lora is not None and self.lora.compile_layers

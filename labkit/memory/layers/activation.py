@@ -16,7 +16,7 @@ def input_width(model: Model, width: int) -> int:
 def activation(tape: Tape, workload: Workload, rows: int, x: Value, width: int) -> Value:
     """`MLP.forward` between its linears: `x` (rows, `input_width`), without its bias, to (rows, width)."""
     biased = workload.model.add_bias_linear
-    if workload.training.kernels.bias_activation_fusion:
+    if workload.training.fuses_activation:
         return fused_activation(tape, rows, x, width, biased=biased)
     if biased:
         x = add_bias(tape, x)

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
+_GROUPED_RANK_UNIT = 8
+"""Elements of a rank that grouped kernels work on at once."""
+
 
 def adapted(tape: Tape, sizes: Sizes, x: Value, shard: Value, base: Value, parts: Sequence[int]) -> Value:
     """`base` (rows, out) plus the adapters of its parts, of widths `parts`, that read `x` (rows, width).
@@ -42,6 +45,31 @@ def adapted_row(tape: Tape, sizes: Sizes, x: Value, base: Value) -> Value:
         output = shard
     total = tape.value("adapted_output", base.shape)
     tape.op("add_adapter", [base, output], [total], aliases=True)
+    return total
+
+
+def adapted_groups(tape: Tape, sizes: Sizes, x: Value, base: Value, experts: int) -> Value:
+    """`base` (rows, out) of a grouped linear plus an adapter for each of its experts.
+
+    Grouped kernels need ranks that are multiples of 8, so the factors are padded in copies that backward keeps.
+    """
+    if not _adapts(tape, sizes):
+        return base
+    (rows, width), out_width = x.shape, base.shape[1]
+    rank = -(-sizes.adapter_rank // _GROUPED_RANK_UNIT) * _GROUPED_RANK_UNIT
+    tape.parameter("adapter.A", (experts, sizes.adapter_rank, width), expert=True, trainable=True)
+    tape.parameter("adapter.B", (experts, out_width, sizes.adapter_rank), expert=True, trainable=True)
+    factors = [
+        tape.value("padded_A", (experts, rank, width), grad=False),
+        tape.value("padded_B", (experts, out_width, rank), grad=False),
+    ]
+    down = tape.like(x, "adapter_down", (rows, rank))
+    tape.op("grouped_adapter_a", [x], [*factors, down], saves=[x, *factors], library="te_grouped_gemm")
+    output = tape.like(x, "adapter_output", base.shape)
+    tape.op("grouped_adapter_b", [down], [output], saves=[down], library="te_grouped_gemm")
+    total = tape.like(x, "adapted_output", base.shape)
+    tape.op("add_adapter", [base, output], [total], aliases=True)
+    tape.hold([base, output])
     return total
 
 

@@ -289,7 +289,9 @@ class HybridEP:
         tokens, probabilities, routing_map = self._over_tensor_ranks(routed)
         rows = tape.value("dispatched_tokens", (context.rows.received, tokens.shape[1]), routed=True)
         chosen = tape.value("dispatched_probabilities", rows.shape[:1], "fp32", routed=True)
-        self._handle = self._handle_of(tokens.shape[0], probabilities.shape[1])
+        # The `lora` runtime sizes the handle for the tokens of all tensor-parallel ranks.
+        senders = tokens.shape[0] if context.sizes.trains else context.sizes.tokens
+        self._handle = self._handle_of(senders, probabilities.shape[1])
         attributes = [probabilities, routing_map, chosen]
         tape.op(
             "hybrid_ep_dispatch",

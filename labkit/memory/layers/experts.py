@@ -1,6 +1,7 @@
 """Experts: grouped ones (`transformer/moe/experts.py` `TEGroupedMLP`) and shared ones (`shared_experts.py`)."""
 
-from labkit.memory.layers.activation import fused_activation
+from labkit.memory.layers.activation import activation, eager_activation, fused_activation
+from labkit.memory.layers.adapters import adapted_groups
 from labkit.memory.layers.linear import column_parallel, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -19,42 +20,74 @@ def grouped_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, p
     received, outer = rows.shape
     local, inner = moe.num_moe_experts // sizes.ep, moe.moe_ffn_hidden_size // sizes.etp
     with tape.module("linear_fc1"):
-        gate_and_up = _grouped_linear(tape, rows, 2 * inner, local)
+        gate_and_up = _grouped_linear(tape, sizes, rows, 2 * inner, local)
     with tape.module("@activation"):
-        activation = tape.value("activation", (received, inner), routed=True)
-        tape.op("weighted_swiglu", [gate_and_up, probabilities], [activation], saves=[gate_and_up, probabilities])
+        activation = _weighted_activation(tape, workload, gate_and_up, probabilities, (received, inner))
     with tape.module("linear_fc2"):
-        output = _grouped_linear(tape, activation, outer, local)
+        output = _grouped_linear(tape, sizes, activation, outer, local)
     # Local variables of TEGroupedMLP.forward.
     tape.hold([rows, probabilities, gate_and_up, activation])
     return output
 
 
-def _grouped_linear(tape: Tape, x: Value, out_width: int, local: int) -> Value:
-    """`GroupedLinear`: x (rows, width) in local experts' order; saves x."""
+def _weighted_activation(
+    tape: Tape, workload: Workload, gate_and_up: Value, probabilities: Value, shape: tuple[int, int]
+) -> Value:
+    """SwiGLU times the probabilities: one kernel that saves both inputs, or eager a product that saves its factors."""
+    kept = [gate_and_up, probabilities]
+    if not workload.training.fuses_activation:
+        activated = eager_activation(tape, workload.model, shape[0], gate_and_up, shape[1])
+        kept = [activated, probabilities]
+    out = tape.value("weighted_activation", shape, routed=True)
+    tape.op("weighted_activation", kept, [out], saves=kept)
+    return out
+
+
+def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: int) -> Value:
+    """`GroupedLinear`: x (rows, width) in local experts' order; saves x where its weights train."""
     rows, width = x.shape
     out = tape.value("output", (rows, out_width), routed=True)
     tape.op(
         "grouped_gemm",
         [x],
         [out],
-        saves=[x],
-        weight=(out_width, width),
+        saves=[x] if sizes.trains else [],
+        weight=(out_width, width) if sizes.trains else None,
         weights=local,
         library="te_grouped_gemm",
         flops=2 * rows * width * out_width,
     )
-    return out
+    return adapted_groups(tape, sizes, x, out, local)
 
 
-def shared_experts(tape: Tape, sizes: Sizes, normed: Value, width: int) -> Value:
-    """Shared experts on their own, as a dense MLP without norm (`SharedExpertMLP.forward`)."""
+def shared_experts(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, width: int) -> Value:
+    """Shared experts on their own (`SharedExpertMLP.forward`): a dense MLP without norm, gated where the model says."""
+    gate = _shared_gate(tape, workload, sizes, normed)
     with tape.module("linear_fc1"):
-        gate_and_up = column_parallel(tape, sizes, normed, sizes.hidden, 2 * width)
+        gate_and_up = column_parallel(tape, sizes, normed, sizes.hidden, 2 * width, adapters=(width, width))
     with tape.module("@activation"):
-        activation = fused_activation(tape, sizes.tokens, gate_and_up, width)
+        activated = activation(tape, workload, sizes.tokens, gate_and_up, width)
     with tape.module("linear_fc2"):
-        return row_parallel(tape, sizes, activation, width)
+        output = row_parallel(tape, sizes, activated, width)
+    if gate is None:
+        return output
+    gated = tape.value("gated_output", output.shape)
+    tape.op("gate", [output, gate], [gated], saves=[output, gate])
+    return gated
+
+
+def _shared_gate(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Value | None:
+    """The sigmoid of `normed` (shard rows, hidden) times one vector."""
+    moe = workload.model.mixture_of_experts
+    if moe is None or not moe.moe_shared_expert_gate:
+        return None
+    tape.parameter("gate_weight", (1, sizes.hidden), replicated=sizes.sp > 1)
+    logits = tape.value("gate_logits", (sizes.shard, 1))
+    weight = (1, sizes.hidden) if sizes.trains else None
+    tape.op("gate_linear", [normed], [logits], saves=[normed], weight=weight, library="aten_matmul")
+    score = tape.value("gate_score", (sizes.shard, 1))
+    tape.op("sigmoid", [logits], [score], saves=[score])
+    return score
 
 
 class OverlappedSharedExperts:

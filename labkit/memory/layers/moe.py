@@ -32,7 +32,7 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share
         overlapped = OverlappedSharedExperts(tape, sizes, shared_width)
     elif shared_width:
         with tape.module("shared_experts"):
-            shared_output = shared_experts(tape, sizes, normed, shared_width)
+            shared_output = shared_experts(tape, workload, sizes, normed, shared_width)
     with tape.module("router"):
         probabilities, routing_map = router(tape, moe, sizes, normed)
     tokens = normed
