@@ -6,6 +6,8 @@ process that has not imported them, stand-ins take their places while the rest i
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -55,3 +57,19 @@ def replacements() -> Iterator[Replacement]:
         yield Replacement(torch, "_dynamo", dynamo, NOTHING)
     if _ONNX not in sys.modules:
         yield Replacement(sys.modules, _ONNX, _StandIn(_ONNX, _refuse), NOTHING)
+
+
+def flash_linear_attention() -> Iterator[Replacement]:
+    """Two of flash-linear-attention's functions without the rest: its packages import every operator they have.
+
+    The packages are bare ones with the real path, and the two names `fla.modules` has of old are given to the modules
+    Megatron Core asks them for. Needs the GPU's Triton driver.
+    """
+    root = find_spec("fla")
+    for name in ("ops", "modules"):
+        if f"fla.{name}" not in sys.modules and root is not None and root.submodule_search_locations:
+            package = ModuleType(f"fla.{name}")
+            package.__path__ = [f"{folder}/{name}" for folder in root.submodule_search_locations]
+            yield Replacement(sys.modules, package.__name__, package, NOTHING)
+    for old, module in (("convolution", "causal_conv1d"), ("l2norm", "norm.l2norm")):
+        yield Replacement(sys.modules, f"fla.modules.{old}", import_module(f"fla.modules.{module}"), NOTHING)

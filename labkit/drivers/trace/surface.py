@@ -34,6 +34,7 @@ def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from light_imports.replacements()
     yield from cuda_surface.replacements(gpu)
     yield from triton_surface.replacements(gpu)
+    yield from light_imports.flash_linear_attention()
     te_shapes.import_transformer_engine()
     yield from mamba_shapes.replacements()
     yield from flash_shapes.replacements(gpu)
