@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from labkit.drivers.build import aligned_param_gather
 from labkit.workload import Workload
@@ -151,7 +152,12 @@ def batches(workload: Workload, first: bool, last: bool) -> Iterator[dict[str, t
             "loss_mask": torch.ones(shape, dtype=torch.float32),
             "position_ids": torch.arange(shape[1]).repeat(shape[0], 1),
         }
-        yield _kept({name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}, needed)
+        # A context-parallel rank goes on with its part of the sequences. No variable here keeps the tensors alive.
+        yield get_batch_on_this_cp_rank(
+            _kept({name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}, needed),
+            is_hybrid_cp=False,
+            cp_group=get_context_parallel_group(),
+        )
 
 
 def _kept(batch: dict[str, torch.Tensor], needed: dict[str, bool]) -> dict[str, torch.Tensor | None]:

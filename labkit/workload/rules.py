@@ -46,7 +46,10 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
         "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
-        "parallelism.context_parallel_size": (layout.cp != 1, str(layout.cp)),
+        "parallelism.context_parallel_size": (
+            layout.cp != 1 and any(layer.mixer in ("attention", "mla") for layer in model.layers),
+            f"{layout.cp} with attention layers",
+        ),
         "training.kernels.bias_activation_fusion": (experts and not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
@@ -196,8 +199,15 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
             f"use a multiple of {grouped}",
         )
         return
+    if layout.cp > 1:
+        # Megatron gives each rank two parts of a sequence, one early and one late (`get_batch_on_this_cp_rank`).
+        parts = 2 * layout.cp
+        if batch.seq_length % parts:
+            reason = f"{batch.seq_length} cannot be cut into two equal parts for each of {layout.cp} ranks"
+            yield Finding("error", "parallelism.context_parallel_size", reason, f"use a multiple of {parts} tokens")
+            return
     if layout.sequence_parallel:
-        yield from _divides(tp, batch.seq_length, at, "seq_length under sequence_parallel")
+        yield from _divides(tp, batch.seq_length // layout.cp, at, "a rank's tokens under sequence_parallel")
         if tp == 1:
             yield Finding(
                 "warning",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from labkit.memory.layers.exchange import heads_for_tokens, in_order, tokens_for_heads
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -24,14 +25,14 @@ class Recurrence:
     """What the convolution and the delta rule run over."""
 
     rows: int
-    """Tokens, all heads' sequences complete."""
+    """Tokens of whole sequences, all context-parallel ranks' parts together."""
     chunks: int
     """Chunks of those tokens; a chunk belongs to one sequence."""
 
     @classmethod
     def of(cls, sizes: Sizes) -> Self:
         """Equal sequences, one after the other."""
-        return cls(sizes.tokens, sizes.batch * -(-sizes.sequence // CHUNK))
+        return cls(sizes.tokens * sizes.cp, sizes.batch * -(-sizes.sequence * sizes.cp // CHUNK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,14 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     model, net = workload.model, workload.model.gated_delta_net
     if net is None:
         raise ValueError("a gated delta net layer needs gated_delta_net")
-    heads, run = Heads.of(net, sizes.tp), Recurrence.of(sizes)
-    gdn_parameters(tape, model, sizes, net, heads)
+    projected_heads, run = Heads.of(net, sizes.tp), Recurrence.of(sizes)
+    gdn_parameters(tape, model, sizes, net, projected_heads)
     with tape.module("in_proj"):
         normed = norm(tape, model, hidden, sizes.shard, model.hidden_size)
-        projected = column_parallel(tape, sizes, normed, model.hidden_size, heads.projected)
+        projected = column_parallel(tape, sizes, normed, model.hidden_size, projected_heads.projected)
+    if sizes.cp > 1:
+        projected = _own_heads(tape, sizes, projected)
+    heads = Heads.of(net, sizes.tp * sizes.cp)
     sections = {"qkv": heads.convolved, "gate": heads.value, "beta": heads.values, "alpha": heads.values}
     views = {name: tape.view(projected, name, (run.rows, width)) for name, width in sections.items()}
     tape.op("split", [projected], list(views.values()))
@@ -102,11 +106,30 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
         if workload.batch.micro_batch_size > 1:
             # Sequences came one after the other and go interleaved.
             gated = _contiguous(tape, gated)
+        if sizes.cp > 1:
+            gated = heads_for_tokens(tape, sizes, gated)
     with tape.module("out_proj"):
-        output = row_parallel(tape, sizes, gated, heads.value)
+        output = row_parallel(tape, sizes, gated, projected_heads.value)
     # Local variables of GatedDeltaNet.forward live until it returns.
     tape.hold([projected, convolved, query, key, value, gate, alpha, decay, beta, core])
     return output
+
+
+def _own_heads(tape: Tape, sizes: Sizes, projected: Value) -> Value:
+    """This rank's heads of all tokens, in order: columns are permuted first, so that one exchange serves all sections.
+
+    The permutation is cached for the process (`_build_head_perm_for_split_sections`). Backward adds its gradient into
+    zeros.
+    """
+    permutation = tape.value("head_permutation", (projected.shape[-1],), "int64", grad=False)
+    tape.op("head_permutation", [], [permutation], caches=1)
+    permuted = tape.value("permuted", projected.shape)
+    tape.op("index_select", [projected], [permuted], backward_temporaries=[tape.buffer("zeros", projected.shape)])
+    received = tokens_for_heads(tape, sizes, permuted)
+    ordered = in_order(tape, received)
+    # The argument of the function that exchanges.
+    tape.hold([permuted])
+    return ordered
 
 
 def gdn_parameters(tape: Tape, model: Model, sizes: Sizes, net: GatedDeltaNet, heads: Heads) -> None:

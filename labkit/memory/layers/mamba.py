@@ -9,6 +9,7 @@ norm is one autograd function that keeps its packed input and the output before 
 from dataclasses import dataclass
 from typing import Self
 
+from labkit.memory.layers.exchange import heads_for_tokens, in_order, tokens_for_heads
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Buffer, Tape, Value
@@ -36,18 +37,19 @@ class _Scan:
     multiprocessors: int
 
     @classmethod
-    def of(cls, workload: Workload, sizes: Sizes) -> Self:
+    def of(cls, workload: Workload, sizes: Sizes, ranks: int) -> Self:
+        """All tokens of `ranks` context-parallel ranks, one's share of their heads; at least one group."""
         model = workload.model
         if model.mamba is None:
             raise ValueError("a Mamba layer needs mamba")
         return cls(
             batch=sizes.batch,
-            chunks=-(-sizes.sequence // CHUNK),
-            heads=model.mamba_heads // sizes.tp,
+            chunks=-(-sizes.sequence * ranks // CHUNK),
+            heads=model.mamba_heads // sizes.tp // ranks,
             width=model.mamba.mamba_head_dim,
-            groups=model.mamba.mamba_num_groups // sizes.tp,
+            groups=max(model.mamba.mamba_num_groups // sizes.tp // ranks, 1),
             state=model.mamba.mamba_state_dim,
-            tokens=sizes.tokens,
+            tokens=sizes.tokens * ranks,
             multiprocessors=GPUS[workload.training.gpu].multiprocessors,
         )
 
@@ -93,23 +95,51 @@ class _Scan:
 
 def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     """From the residual (shard rows, hidden) through the norm fused into the projection to (shard rows, hidden)."""
-    scan = _Scan.of(workload, sizes)
-    _parameters(tape, workload.model, sizes, scan)
+    local, scan = _Scan.of(workload, sizes, 1), _Scan.of(workload, sizes, sizes.cp)
+    _parameters(tape, workload.model, sizes, local)
     with tape.module("in_proj"):
         normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
-        projected = column_parallel(tape, sizes, normed, sizes.hidden, scan.packed)
+        projected = column_parallel(tape, sizes, normed, sizes.hidden, local.packed)
+    packed = projected if sizes.cp == 1 else _own_heads(tape, sizes, local, scan, projected)
     interleaved = workload.batch.micro_batch_size > 1
-    packed = _reordered(tape, projected) if interleaved else projected
+    if interleaved:
+        exchanged, packed = packed, _reordered(tape, packed)
     out = _convolution_and_scan(tape, scan, packed)
     if interleaved:
         out = _reordered(tape, out)
+    if sizes.cp > 1:
+        out = heads_for_tokens(tape, sizes, out)
     with tape.module("norm"):
-        out = _group_norm(tape, scan, out, GPUS[workload.training.gpu])
+        out = _group_norm(tape, local, out, GPUS[workload.training.gpu])
     with tape.module("out_proj"):
-        output = row_parallel(tape, sizes, out, scan.inner)
+        output = row_parallel(tape, sizes, out, local.inner)
     # A local variable of MambaMixer.forward.
-    tape.hold([projected])
+    tape.hold([exchanged if interleaved else packed])
     return output
+
+
+def _own_heads(tape: Tape, sizes: Sizes, local: _Scan, scan: _Scan, projected: Value) -> Value:
+    """`MambaContextParallel.pre_conv_ssm`: z, x, B, C and dt of this rank's heads, of all tokens in order.
+
+    A group of B and C goes to every rank that has heads of it.
+    """
+    group, repeats = local.groups * local.state, scan.groups * sizes.cp // local.groups
+    widths = {"z": local.inner, "x": local.inner, "B": group, "C": group, "dt": local.heads}
+    parts = [tape.view(projected, name, (local.tokens, width)) for name, width in widths.items()]
+    tape.op("split", [projected], parts)
+    received = []
+    for part in parts:
+        copied = part
+        if part.name in ("B", "C") and repeats > 1:
+            copied = tape.value(part.name, (local.tokens, group * repeats))
+            tape.op("repeat", [part], [copied])
+        received.append(tokens_for_heads(tape, sizes, copied, joined=True))
+    joined = tape.value("joined", (scan.tokens, scan.packed))
+    tape.op("cat", received, [joined], aliases=True)
+    ordered = in_order(tape, joined)
+    # Local variables of the two methods.
+    tape.hold([*received, projected])
+    return ordered
 
 
 def _parameters(tape: Tape, model: Model, sizes: Sizes, scan: _Scan) -> None:

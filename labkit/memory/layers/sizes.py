@@ -12,17 +12,19 @@ class Sizes:
     """Numbers every layer needs. Rows are tokens of one micro-batch, in a sweep arrays over sequence lengths."""
 
     tokens: int
-    """Rows of the full sequence, as tensor-parallel regions see them."""
+    """Rows of this context-parallel rank's part of the sequences, as tensor-parallel regions see them."""
     shard: int
     """Rows between tensor-parallel regions: tokens / tp under sequence parallelism."""
     tp: int
     sp: int
     ep: int
     etp: int
+    cp: int
     world_size: int
     hidden: int
     batch: int
     sequence: int
+    """Of this context-parallel rank."""
     choices: LengthChoices
     """What kernels decide by the lengths; a sweep prices together only lengths that agree on it."""
     lora: Lora | None
@@ -56,9 +58,12 @@ class Sizes:
         """The sizes of a workload."""
         layout, batch = workload.parallelism, workload.batch
         tokens = batch.micro_batch_size * batch.seq_length
-        if workload.training.runtime == "lora":
+        sequence = batch.seq_length // layout.cp
+        if workload.training.runtime == "megatron":
+            tokens //= layout.cp
+        else:
             busiest = batch.sequences.busiest_rank_rows
-            tokens = -(-tokens // layout.cp) if busiest is None else busiest
+            sequence = tokens = -(-tokens // layout.cp) if busiest is None else busiest
         return cls(
             tokens=tokens,
             shard=tokens // layout.sp,
@@ -66,10 +71,11 @@ class Sizes:
             sp=layout.sp,
             ep=layout.ep,
             etp=layout.etp,
+            cp=layout.cp,
             world_size=layout.world_size,
             hidden=workload.model.hidden_size,
             batch=batch.micro_batch_size,
-            sequence=batch.seq_length if workload.training.runtime == "megatron" else tokens,
+            sequence=sequence,
             choices=length_choices(workload),
             lora=workload.training.lora,
         )

@@ -32,6 +32,7 @@ QWEN = {
     "model.qk_layernorm": True,
     "model.rotary_percent": 0.25,
 }
+CP = {"parallelism.world_size": 4, "parallelism.context_parallel_size": 2}
 MOE = {
     "model.mixture_of_experts": {
         "num_moe_experts": 8,
@@ -66,4 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     | MOE
     | {"labels": ["gdn_norm_out", "layernorm", "moe_act", "shared_experts"]},
     "qwen with experts, moe": QWEN | MOE | {"labels": ["moe"]},
+    "context parallel": CP,
+    "context parallel, gdn_norm_out": CP | {"labels": ["gdn_norm_out"]},
+    "context parallel, full uniform 2": CP | {"full": ("uniform", 2)},
+    "context parallel, micro-batch of two": CP | {"batch.micro_batch_size": 2, "batch.global_batch_size": 4},
+    "context parallel alone": CP
+    | {
+        "parallelism.world_size": 4,
+        "parallelism.context_parallel_size": 4,
+        "parallelism.tensor_model_parallel_size": 1,
+        "parallelism.sequence_parallel": False,
+    },
 }

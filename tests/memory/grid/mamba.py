@@ -18,8 +18,11 @@ BASE: dict[str, Any] = {
     "batch": {"micro_batch_size": 1, "global_batch_size": 2, "seq_length": 1024},
 }
 
+CP = {"parallelism.world_size": 4, "parallelism.context_parallel_size": 2}
+
 CHANGES: dict[str, dict[str, Any]] = {
     "mamba": {},
+    "context parallel": CP,
     "mlp": {"labels": ["mlp"]},
     "full uniform 1": {"full": ("uniform", 1)},
     "full uniform 3": {"full": ("uniform", 3)},
@@ -33,4 +36,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "wide state": {"model.mamba.mamba_state_dim": 256},
     "long sequence": {"batch.seq_length": 8192},
     "uneven chunks": {"batch.seq_length": 1000},
+    "context parallel, full uniform 2": CP | {"full": ("uniform", 2)},
+    "context parallel, micro-batch of two": CP | {"batch.micro_batch_size": 2, "batch.global_batch_size": 4},
+    "context parallel, a group shared": CP | {"model.mamba.mamba_num_groups": 2},
+    "context parallel alone": CP
+    | {
+        "parallelism.context_parallel_size": 4,
+        "parallelism.tensor_model_parallel_size": 1,
+        "parallelism.sequence_parallel": False,
+    },
 }
