@@ -11,7 +11,7 @@ from typing import NamedTuple
 from labkit.ledger import Certainty
 from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.ends import embedding, head_and_loss
-from labkit.memory.layers.gdn import gated_delta_net
+from labkit.memory.layers.gdn import gated_delta_net, head_permutation
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
 from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
@@ -70,6 +70,8 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     model = workload.model
     if model.has_rotary_table:
         rotary_table(tape, sizes.sequence, model.rotary_width)  # one for all layers, an attribute of the model
+    if model.gated_delta_net is not None and sizes.cp > 1 and any(place.half == "gdn" for place in places):
+        head_permutation(tape, model.gated_delta_net, sizes)  # one for all layers
     if workload.training.kernels.attention_backend == "unfused" and any(place.half in _SCORED for place in places):
         causal_mask(tape, sizes)
     with tape.module("decoder"):

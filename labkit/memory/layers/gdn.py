@@ -115,14 +115,17 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     return output
 
 
+def head_permutation(tape: Tape, net: GatedDeltaNet, sizes: Sizes) -> None:
+    """The order of columns that serves `_own_heads`, cached for the process (`_build_head_perm_for_split_sections`)."""
+    columns = Heads.of(net, sizes.tp).projected
+    tape.op("head_permutation", [], [tape.value("head_permutation", (columns,), "int64", grad=False)], caches=8)
+
+
 def _own_heads(tape: Tape, sizes: Sizes, projected: Value) -> Value:
     """This rank's heads of all tokens, in order: columns are permuted first, so that one exchange serves all sections.
 
-    The permutation is cached for the process (`_build_head_perm_for_split_sections`). Backward adds its gradient into
-    zeros.
+    Backward adds its gradient into zeros.
     """
-    permutation = tape.value("head_permutation", (projected.shape[-1],), "int64", grad=False)
-    tape.op("head_permutation", [], [permutation], caches=1)
     permuted = tape.value("permuted", projected.shape)
     tape.op("index_select", [projected], [permuted], backward_temporaries=[tape.buffer("zeros", projected.shape)])
     received = tokens_for_heads(tape, sizes, permuted)
