@@ -82,7 +82,7 @@ def estimate(
         known = Profiles(profiles)
         result = known.raised(result)
         for damage in known.damaged:
-            typer.echo(f"labkit: {damage}", err=True)
+            _warn(damage)
     _show(result.ranged, json)
 
 
@@ -225,11 +225,12 @@ def version() -> None:
 
 def _traced(workload: "Workload", rank: int = 0) -> "Trace":
     """The trace of a rank of a workload; where someone watches, its phase shows on stderr."""
-    from rich.console import Console
+    from rich.markup import escape
 
+    from labkit.console import Terminal
     from labkit.drivers.trace.server import TraceServer
 
-    console, name = Console(stderr=True), workload.model.name
+    console, name = Terminal(stderr=True), escape(workload.model.name)
     with console.status(f"tracing {name} ...") as line, TraceServer() as server:
         return server.run(
             workload,
@@ -244,13 +245,19 @@ def _open(study: Path, store: Path | None) -> "Study":
     return Study.load(study, store)
 
 
+def _warn(sentence: str) -> None:
+    from labkit.console import printable
+
+    typer.echo(f"labkit: {printable(' '.join(sentence.split()))}", err=True)
+
+
 def _show(value: "Part", json: bool) -> None:
     if json:
         typer.echo(value.model_dump_json())
         return
-    from rich.console import Console
+    from labkit.console import Terminal
 
-    Console().print(value)
+    Terminal().print(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -287,5 +294,5 @@ def _fail(error: Exception) -> int:
             code, sentence = 1, f"unexpected {type(error).__name__}: {error} (LABKIT_DEBUG=1 shows the traceback)"
             if os.environ.get("LABKIT_DEBUG"):
                 traceback.print_exception(error)
-    typer.echo(f"labkit: {' '.join(sentence.split())}", err=True)
+    _warn(sentence)
     return code

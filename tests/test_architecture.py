@@ -13,6 +13,7 @@ TABLE = GROUND | {"ledger", "allocator", "comparison", "summary"}
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
+    "console": set(),
     "workload": GROUND,
     "ledger": TABLE,
     "allocator": TABLE,
@@ -20,9 +21,9 @@ MAY_IMPORT = {
     "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},
     "drivers": TABLE | {"drivers"},
-    "study": TABLE | {"memory", "drivers", "study"},
-    "report": TABLE | {"report"},
-    "cli": TABLE | {"memory", "drivers", "study", "report"},
+    "study": TABLE | {"console", "memory", "drivers", "study"},
+    "report": TABLE | {"console", "report"},
+    "cli": TABLE | {"console", "memory", "drivers", "study", "report"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

@@ -108,6 +108,7 @@ BAD_STUDIES = {
         "did you mean 'moe_act'",
     ),
     "unknown key": (changed(STUDY, candidats=[]), "unknown key 'candidats'; did you mean 'candidates'"),
+    "a driver twice": (changed(STUDY, drivers=["trace", "trace"]), "drivers names one twice"),
     "unknown base": (changed(STUDY, base="moonlite-16b"), "did you mean 'moonlight-16b'"),
 }
 
@@ -148,12 +149,36 @@ def test_wrong_study_is_one_sentence_and_exit_code_2(
         (b"a: 1\na: 2\n", "key 'a' is given twice"),
         (b"\xff\xfe\x00", "not text in UTF-8"),
         (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        (b"!!bool abc\n", "not valid YAML: a value does not fit its tag"),
+        (b"!!map [a]\n", "tagged as a mapping, but it is none"),
+        (b"a: !!timestamp foo\n", "not valid YAML: a value does not fit its tag"),
+        (b"a: !!float x\n", "not valid YAML: a value does not fit its tag"),
+        (b"a: " + b"9" * 5000 + b"\n", "an integer of more than 63 bits (line 1, column 4)"),
+        (b"batch: {seq_length: " + b"9" * 3000 + b"}\n", "an integer of more than 63 bits"),
+        (b"a: 0x" + b"f" * 16 + b"\n", "an integer of more than 63 bits"),
     ],
 )
 def test_malformed_yaml_is_one_sentence(labkit: Command, content: bytes, text: str, tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_bytes(content)
     for command in (("estimate",), ("study", "run")):
         one_sentence(labkit(*command, "w.yaml", cwd=tmp_path), text, tmp_path, {"w.yaml"})
+
+
+def test_pipe_without_a_writer_is_not_waited_for(labkit: Command, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w.yaml")
+    for command in (("estimate",), ("study", "run"), ("report",)):
+        one_sentence(labkit(*command, "w.yaml", cwd=tmp_path), "no regular file", tmp_path, {"w.yaml"})
+
+
+def test_control_characters_do_not_reach_the_terminal(labkit: Command, tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\x1b[31mred\u202e"
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(changed(SMALL, model={"name": name})))
+    shown = labkit("estimate", "w.yaml", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "\\x1b[31mred\\u202e" in shown.stdout
+    wrong = labkit("estimate", "\x1b[31m.yaml", cwd=tmp_path)
+    assert wrong.stderr.startswith("labkit: \\x1b[31m.yaml: cannot be read")
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown.stdout + wrong.stderr)
 
 
 @pytest.mark.parametrize(

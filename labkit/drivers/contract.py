@@ -5,9 +5,9 @@ only after optimizer initialisation and the steady steps; a failure records the 
 peaks are never compared with passing ones.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
@@ -32,7 +32,7 @@ class RankRecord(Part):
     """What one rank held."""
 
     rank: NonNegativeInt
-    phases: Many[PhasePeak]
+    phases: Many[PhasePeak] = Field(min_length=1)
     between_steps_bytes: NonNegativeInt | None = None
     """Allocated when the steady iteration begins."""
     retained_bytes: NonNegativeInt | None = None
@@ -73,6 +73,14 @@ class Measurement(Part):
     created_at: str = ""
     """ISO 8601, UTC."""
     wall_seconds: float | None = None
+
+    @model_validator(mode="after")
+    def _says_why(self) -> Self:
+        if (self.outcome == "ok") != (self.failure is None):
+            raise ValueError("a measurement that passed has no failure, and one that did not says why")
+        if self.outcome == "ok" and not self.ranks:
+            raise ValueError("a measurement that passed says what a rank held")
+        return self
 
     @property
     def worst_rank(self) -> RankRecord | None:

@@ -1,10 +1,10 @@
 """Published figures as measurements: the driver that runs nothing and quotes its source."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError
 
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
 from labkit.errors import InputError, nearest
@@ -17,13 +17,17 @@ GB = 10**9
 """What publishers' "GB" are, where their file says so; converted here and nowhere else."""
 
 
+_Figure = Annotated[float, Field(gt=0, le=1e9)]
+"""Larger than any that can be meant."""
+
+
 class PublishedCell(Part):
     """The figures of one recompute choice."""
 
     recompute: Recompute
-    peak_gb: PositiveFloat
-    step_time_ms: PositiveFloat | None = None
-    tflops_per_gpu: PositiveFloat | None = None
+    peak_gb: _Figure
+    step_time_ms: _Figure | None = None
+    tflops_per_gpu: _Figure | None = None
 
 
 class Published(Part):
@@ -52,7 +56,30 @@ class Published(Part):
         except ValidationError as error:
             raise InputError(f"{path}: {first_problem(cls, error)}") from None
         published._path = path
+        labels: dict[str, int] = {}
+        for position, cell in enumerate(published.cells):
+            label = cell.recompute.label
+            if label in labels:
+                raise InputError(f"{path}: cells.{position} {label} repeats cells.{labels[label]}; remove one of them")
+            labels[label] = position
         return published
+
+    def check(self, workloads: Sequence[Workload]) -> None:
+        """Refuse a publication whose figures could not appear beside these workloads.
+
+        Raises:
+            InputError: it states a field that workloads do not have, it states another workload than all of these, or
+                one of its recompute choices could not run.
+        """
+        agreeing = [each for each in workloads if self._agrees(self.workload, each.model_dump(), "workload")]
+        if not agreeing:
+            where = next(self._disagreements(self.workload, workloads[0].model_dump(), "workload"), "workload")
+            raise InputError(f"{self._path}: its figures are of another workload ({where}); leave out published")
+        for position, cell in enumerate(self.cells):
+            try:
+                agreeing[0].with_recompute(**cell.recompute.model_dump())
+            except InputError as error:
+                raise InputError(f"{self._path}: cells.{position}: {error}") from None
 
     def measurement(self, workload: Workload) -> Measurement | None:
         """The published figures of a workload; None if the publication does not cover it.
@@ -85,13 +112,15 @@ class Published(Part):
         return None
 
     def _agrees(self, stated: Mapping[str, Any], actual: Mapping[str, Any], where: str) -> bool:
-        agrees = True
+        return not list(self._disagreements(stated, actual, where))
+
+    def _disagreements(self, stated: Mapping[str, Any], actual: Mapping[str, Any], where: str) -> Iterator[str]:
+        """`workload.batch.seq_length is 4096, not 8192` for each field in which the publication's workload differs."""
         for key, value in stated.items():
             if key not in actual:
                 raise InputError(f"{self._path}: unknown key '{where}.{key}'{nearest(key, actual)}")
             ours = actual[key]
             if isinstance(value, Mapping) and isinstance(ours, Mapping):
-                agrees &= self._agrees(value, ours, f"{where}.{key}")
-            else:
-                agrees &= value == (list(ours) if isinstance(ours, tuple) else ours)
-        return agrees
+                yield from self._disagreements(value, ours, f"{where}.{key}")
+            elif value != (list(ours) if isinstance(ours, tuple) else ours):
+                yield f"{where}.{key} is {value!r:.80}, not {ours!r:.80}"

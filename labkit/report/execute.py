@@ -19,8 +19,8 @@ import nbformat
 import yaml
 from nbconvert.filters import strip_ansi
 from nbformat import NotebookNode
-from rich.console import Console
 
+from labkit.console import Terminal
 from labkit.errors import WorkError
 from labkit.files import write_atomically
 from labkit.report.heading import RESULT_VARIABLE, Heading
@@ -89,7 +89,7 @@ def convert(source: Path) -> NotebookNode:
 
 def _run(command: list[str], environment: dict[str, str], log: Any, executed: Path, name: str) -> int:
     """Run the worker and show which cell it is at; whatever ends this ends the worker."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     # A session of its own: Ctrl-C reaches this process alone, which then stops the worker in order.
     worker = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

@@ -93,6 +93,8 @@ class Matrix:
             raise InputError(f"{path}: candidates is empty; name at least one choice to compare with the control")
         if not stated.drivers:
             raise InputError(f"{path}: drivers is empty; use [trace]")
+        if len(set(stated.drivers)) < len(stated.drivers):
+            raise InputError(f"{path}: drivers names one twice; use [trace]")
         base = _base(stated.base, path).model_dump(exclude_unset=True)  # what it leaves open stays open
         control = _workload(base, stated.control, f"{path}: control")
         candidates = [Candidate(control.recompute.label, control, is_control=True, differs_in=())]
@@ -109,8 +111,7 @@ class Matrix:
         published = None
         if stated.published is not None:
             published = Published.load(_find(stated.published, path, "published"))
-            for candidate in candidates:
-                published.measurement(candidate.workload)  # a misspelt statement is found now, not after the run
+            published.check([candidate.workload for candidate in candidates])  # now, not after the run
         return cls(
             name=stated.name,
             title=stated.title,

@@ -6,10 +6,10 @@ from contextlib import contextmanager, nullcontext
 from html import escape
 from typing import Protocol
 
-from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from labkit.console import Terminal
 from labkit.study.runner import Event, EventKind
 
 
@@ -51,7 +51,7 @@ def show_progress(title: str, total: int) -> Iterator[Callable[[Event], None]]:
 
 @contextmanager
 def _display(title: str, total: int) -> Iterator[_Display]:
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if "ipykernel" in sys.modules:
         yield _Notebook(title, total, console)
     else:
@@ -60,7 +60,7 @@ def _display(title: str, total: int) -> Iterator[_Display]:
             yield _Terminal(title, total, console, bars)
 
 
-def _bars(console: Console) -> Progress:
+def _bars(console: Terminal) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -75,7 +75,7 @@ def _bars(console: Console) -> Progress:
 class _Terminal:
     """A bar for the run and one for each cell in progress; without bars, where nobody watches, only what is said."""
 
-    def __init__(self, title: str, total: int, console: Console, bars: Progress | None) -> None:
+    def __init__(self, title: str, total: int, console: Terminal, bars: Progress | None) -> None:
         self._console = console
         self._bars = bars
         self._cells: dict[str, TaskID] = {}
@@ -100,7 +100,7 @@ class _Terminal:
 class _Notebook:
     """One line under the cell, replaced as the run goes on."""
 
-    def __init__(self, title: str, total: int, console: Console) -> None:
+    def __init__(self, title: str, total: int, console: Terminal) -> None:
         from IPython.display import HTML, DisplayHandle
 
         self._title = title

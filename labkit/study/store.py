@@ -25,10 +25,12 @@ from pydantic import ValidationError
 
 from labkit.drivers.contract import CellKey, Measurement
 from labkit.errors import LabkitError, WorkError
+from labkit.files import read_regular
 from labkit.ledger import Ledger, Moment
 from labkit.workload.base import Many, Part
 
 _MAXIMUM_MEMBER_BYTES = 256 * 2**20
+_MAXIMUM_BYTES = 2 * _MAXIMUM_MEMBER_BYTES
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of the zip's members: equal results make equal files
 
 
@@ -100,14 +102,14 @@ class Store:
     def sweep(self) -> None:
         """Remove what killed processes left behind, of whatever cell."""
         for path in self.directory.glob("*.part"):
-            with contextlib.suppress(OSError), path.open("rb") as part:
+            with contextlib.suppress(OSError), _opened(path, os.O_RDONLY) as part:
                 if _lock(part, fcntl.LOCK_EX) and _is_same_file(part, path):
                     path.unlink()
 
     def is_claimed(self, key: CellKey) -> bool:
         """Some process is making this cell now."""
         try:
-            with self.path(key).with_suffix(".part").open("rb") as part:
+            with _opened(self.path(key).with_suffix(".part"), os.O_RDONLY) as part:
                 return not _lock(part, fcntl.LOCK_SH)
         except OSError:
             return False
@@ -168,13 +170,19 @@ def _open_locked(path: Path) -> IO[bytes] | None:
     """`path` opened and locked; None if someone else holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        part = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        part = _opened(path, os.O_RDWR | os.O_CREAT)
         if not _lock(part, fcntl.LOCK_EX):
             part.close()
             return None
         if _is_same_file(part, path):
             return part
         part.close()  # its holder finished between our open and our lock: this is no longer the claim
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
+    """A claim's own file: no pipe is waited for, and no link followed to what somebody else owns."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b")
 
 
 def _lock(file: IO[bytes], kind: int) -> bool:
@@ -226,17 +234,35 @@ def _read(path: Path) -> Stored:
         raise DamagedCellError(path, "its content belongs to another name")
     if header.measurement.workload.content_hash != header.key.workload_hash:
         raise DamagedCellError(path, "its measurement is of another workload")
+    if header.measurement.driver != header.key.driver:
+        raise DamagedCellError(path, "its measurement is by another driver")
     if header.measurement.outcome != "ok":
         return Stored(header.key, header.measurement, None)
     if table is None:
         raise DamagedCellError(path, "no ledger.parquet")
-    return Stored(header.key, header.measurement, _ledger(path, table, header))
+    ledger = _ledger(path, table, header)
+    _check(path, ledger, header.measurement)
+    return Stored(header.key, header.measurement, ledger)
+
+
+def _check(path: Path, ledger: Ledger, measurement: Measurement) -> None:
+    """Refuse a ledger that is not the one the measurement was taken from."""
+    if not len(ledger):
+        raise DamagedCellError(path, "its ledger has no rows")
+    steady = ledger.steady_iteration()
+    phases = {(moment.iteration, moment.phase) for moment in ledger.moments}
+    if not {(steady, "forward"), (steady, "backward")} <= phases:
+        raise DamagedCellError(path, "its ledger has no steady step")
+    worst = measurement.worst_rank
+    stated = {(peak.iteration, peak.phase): peak.peak_allocated_bytes for peak in worst.phases} if worst else {}
+    if stated != {(peak.iteration, peak.phase): peak.bytes for peak in ledger.phase_peaks()}:
+        raise DamagedCellError(path, "its ledger has other peaks than its measurement")
 
 
 def _unpacked(path: Path) -> tuple[Header, bytes | None]:
     """A cell file's header and ledger; reading a member checks its CRC-32."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(read_regular(path, _MAXIMUM_BYTES))) as archive:
             if any(member.file_size > _MAXIMUM_MEMBER_BYTES for member in archive.infolist()):
                 raise DamagedCellError(path, "a member is larger than any result")
             names = archive.namelist()
@@ -250,7 +276,8 @@ def _unpacked(path: Path) -> tuple[Header, bytes | None]:
         raise DamagedCellError(path, f"cell.json: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     # zipfile answers damage with any of these, depending on the byte that is wrong.
     except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedCellError(path, f"not a whole zip file: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DamagedCellError(path, f"not a whole zip file: {reason}") from None
 
 
 def _ledger(path: Path, table: bytes, header: Header) -> Ledger:

@@ -10,6 +10,8 @@ from labkit.errors import InputError, nearest
 from labkit.files import read_regular
 
 _MAXIMUM_BYTES = 4 * 2**20
+_LONGEST_INTEGER = 100
+"""Characters: 63 bits in binary with underscores; beyond, Python itself may refuse to convert."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -24,7 +26,9 @@ class _UniqueKeyLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yam
     """Plain data only; a key given twice is an error, not a silent choice of the last."""
 
 
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: _UniqueKeyLoader, node: yaml.Node) -> dict[Any, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        raise yaml.constructor.ConstructorError(None, None, "tagged as a mapping, but it is none", node.start_mark)
     loader.flatten_mapping(node)
     seen: dict[Any, Any] = {}
     for key_node, value_node in node.value:
@@ -37,7 +41,17 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]
     return seen
 
 
+def _integer(loader: _UniqueKeyLoader, node: yaml.ScalarNode) -> int:
+    """An integer of at most 63 bits: sizes are, and no sum or table downstream need bear more."""
+    if len(node.value) <= _LONGEST_INTEGER:
+        value: int = loader.construct_yaml_int(node)
+        if value.bit_length() <= 63:
+            return value
+    raise yaml.constructor.ConstructorError(None, None, "an integer of more than 63 bits", node.start_mark)
+
+
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
@@ -56,8 +70,9 @@ def load_mapping(path: Path) -> dict[str, Any]:
         data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a safe loader)
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
-    except (RecursionError, ValueError) as error:
-        raise InputError(f"{path}: not valid YAML: {type(error).__name__}") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # What PyYAML's constructors let through where a tag does not fit its value: `!!bool abc`, `!!timestamp x`.
+        raise InputError(f"{path}: not valid YAML: a value does not fit its tag ({type(error).__name__})") from None
     if data is None:
         raise InputError(f"{path}: empty; expected a mapping of keys to values")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):

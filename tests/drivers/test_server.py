@@ -81,6 +81,23 @@ def test_a_killed_child_is_a_sentence_and_the_server_goes_on(server: TraceServer
     assert server.run(small()).peak_allocated_bytes > 0
 
 
+def test_a_killed_server_fails_what_it_traced_and_is_started_again_once() -> None:
+    with TraceServer() as mine:
+
+        def kill(iteration: int, phase: str) -> None:
+            os.kill(worker(mine), signal.SIGKILL)
+
+        with pytest.raises(WorkError, match=r"^small: the trace failed in setup: the trace server ended$"):
+            mine.run(small(), on_phase=kill)
+        assert mine.run(small()).peak_allocated_bytes > 0
+        with pytest.raises(WorkError, match="the trace server ended"):
+            mine.run(small(), on_phase=kill)
+        with pytest.raises(WorkError, match="the trace server was killed twice"):
+            mine.run(small())
+    with pytest.raises(WorkError, match="not running"):
+        mine.run(small())
+
+
 def test_what_megatron_refuses_is_one_sentence(server: TraceServer) -> None:
     # A label no rule of labkit's catches, slipped past its validation: Megatron's own answer is what the user reads.
     workload = small()

@@ -1,5 +1,7 @@
 """Published figures answer only for the workload they were measured on."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,57 @@ def test_misspelt_key_is_named_with_the_nearest(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(stated))
     with pytest.raises(InputError, match=r"unknown key 'cells.0.peak_gib'"):
         Published.load(path)
+
+
+def rewritten(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    stated = yaml.safe_load(PUBLISHED.read_text())
+    change(stated)
+    path = tmp_path / "published.yaml"
+    path.write_text(yaml.safe_dump(stated))
+    return path
+
+
+@pytest.mark.parametrize("figure", [math.inf, 1e300, 0.0, -1.0, math.nan])
+@pytest.mark.parametrize("field", ["peak_gb", "step_time_ms"])
+def test_a_figure_that_nobody_can_have_measured_is_refused(field: str, figure: float, tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda stated: stated["cells"][0].__setitem__(field, figure))
+    with pytest.raises(InputError, match=rf"published.yaml: cells.0.{field}"):
+        Published.load(path)
+
+
+def test_the_same_choice_twice_is_refused_in_whatever_order(tmp_path: Path) -> None:
+    def twice(stated: dict[str, Any]) -> None:
+        again = {**stated["cells"][5], "peak_gb": 1.0}
+        again["recompute"] = {
+            **again["recompute"],
+            "recompute_modules": again["recompute"]["recompute_modules"][::-1],
+        }
+        stated["cells"].append(again)
+
+    with pytest.raises(InputError, match=r"cells.6 \[layernorm, moe_act\] repeats cells.5"):
+        Published.load(rewritten(tmp_path, twice))
+
+
+def test_unknown_label_is_refused(tmp_path: Path) -> None:
+    def misspelt(stated: dict[str, Any]) -> None:
+        stated["cells"][4]["recompute"]["recompute_modules"] = ["moe_akt"]
+
+    with pytest.raises(InputError, match="'moe_akt' is not allowed; did you mean 'moe_act'"):
+        Published.load(rewritten(tmp_path, misspelt))
+
+
+def test_figures_that_could_not_appear_are_said_before_a_study_runs(tmp_path: Path) -> None:
+    workloads = [selective(), selective("moe_act")]
+    Published.load(PUBLISHED).check(workloads)
+
+    def of_another(stated: dict[str, Any]) -> None:
+        stated["workload"]["batch"]["seq_length"] = 8192
+
+    with pytest.raises(InputError, match=r"of another workload \(workload.batch.seq_length is 8192, not 4096\)"):
+        Published.load(rewritten(tmp_path, of_another)).check(workloads)
+
+    def without_granularity(stated: dict[str, Any]) -> None:
+        del stated["cells"][4]["recompute"]["recompute_granularity"]
+
+    with pytest.raises(InputError, match=r"published.yaml: cells.4: .*the list does nothing without a granularity"):
+        Published.load(rewritten(tmp_path, without_granularity)).check(workloads)

@@ -1,6 +1,8 @@
 """Cell files: whole or absent, verified when read, made by one process at a time."""
 
 import io
+import json
+import os
 import random
 import shutil
 import zipfile
@@ -124,6 +126,35 @@ def test_directory_in_a_cell_files_place_is_damage(store: Store) -> None:
         store.read(CELL.key)
 
 
+def test_device_or_pipe_in_a_cell_files_place_is_damage_and_not_read(store: Store) -> None:
+    store.directory.mkdir(parents=True)
+    path = store.path(CELL.key)
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DamagedCellError, match="not a whole zip file: no regular file"):
+        store.read(CELL.key)
+    assert store.others(cell("moe_act").key) == []
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamagedCellError, match="no regular file"):
+        store.read(CELL.key)
+    put(store)
+    assert store.read(CELL.key) is not None
+
+
+def test_pipe_or_link_in_a_claims_place_is_not_waited_for_or_written_through(store: Store, tmp_path: Path) -> None:
+    store.directory.mkdir(parents=True)
+    part = store.path(CELL.key).with_suffix(".part")
+    os.mkfifo(part)
+    store.sweep()
+    assert not part.exists()
+    (tmp_path / "precious").write_text("mine")
+    part.symlink_to(tmp_path / "precious")
+    store.sweep()
+    with pytest.raises(WorkError, match="cannot be written"):
+        put(store)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_result_of_another_cell_under_this_name_is_damage(store: Store) -> None:
     other = cell("moe_act")
     shutil.copy(put(store), store.path(other.key))
@@ -157,9 +188,57 @@ def other_workload(members: dict[str, bytes]) -> None:
     members["cell.json"] = members["cell.json"].replace(b'"num_layers":2', b'"num_layers":3')
 
 
+def another_ledger(members: dict[str, bytes]) -> None:
+    members["ledger.parquet"] = parquet(measured(CELL.candidate.workload, saved=10**6, rows=300).ledger.frame)
+
+
+def no_rows(members: dict[str, bytes]) -> None:
+    members["ledger.parquet"] = parquet(MEASURED.ledger.frame.clear())
+
+
+def no_steady_step(members: dict[str, bytes]) -> None:
+    header = json.loads(members["cell.json"])
+    header["moments"] = [moment for moment in header["moments"] if moment[2] != "backward"]
+    members["cell.json"] = json.dumps(header).encode()
+
+
+def failed_without_a_failure(members: dict[str, bytes]) -> None:
+    members["cell.json"] = members["cell.json"].replace(b'"outcome":"ok"', b'"outcome":"failed"')
+
+
+def passed_with_a_failure(members: dict[str, bytes]) -> None:
+    failure = b'"failure":{"phase":"forward","message":"x"}'
+    members["cell.json"] = members["cell.json"].replace(b'"failure":null', failure)
+
+
+def no_ranks(members: dict[str, bytes]) -> None:
+    header = json.loads(members["cell.json"])
+    header["measurement"]["ranks"] = []
+    members["cell.json"] = json.dumps(header).encode()
+
+
+def another_driver(members: dict[str, bytes]) -> None:
+    header = json.loads(members["cell.json"])
+    header["measurement"]["driver"] = "published"
+    members["cell.json"] = json.dumps(header).encode()
+
+
+def parquet(frame: pl.DataFrame) -> bytes:
+    table = io.BytesIO()
+    frame.write_parquet(table)
+    return table.getvalue()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (another_ledger, "its ledger has other peaks than its measurement"),
+        (no_rows, "its ledger has no rows"),
+        (no_steady_step, "its ledger has no steady step"),
+        (failed_without_a_failure, "one that did not says why"),
+        (passed_with_a_failure, "a measurement that passed has no failure"),
+        (no_ranks, "says what a rank held"),
+        (another_driver, "its measurement is by another driver"),
         (without_ledger, "no ledger.parquet"),
         (without_header, "no cell.json"),
         (foreign_columns, "not the ledger's columns"),

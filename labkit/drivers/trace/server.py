@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from labkit.errors import InputError, WorkError
 from labkit.workload import Workload
@@ -31,12 +31,22 @@ if TYPE_CHECKING:
 PhaseCallback = Callable[[int, str], None]
 
 _ENDED = "the trace server ended"
+_RESTARTS = 1
+"""Of a process that was killed: what kills the second one too is no accident."""
+
+
+class _Waiting(NamedTuple):
+    """A request that has not been answered."""
+
+    process: "subprocess.Popen[bytes]"
+    answers: "queue.SimpleQueue[dict[str, Any]]"
 
 
 class TraceServer:
     """Traces workloads in children of one prepared process; start it with `with`.
 
-    `run` may be called from several threads at once: each call is a child of its own.
+    `run` may be called from several threads at once: each call is a child of its own. A process that was killed fails
+    what it was tracing, and the next `run` starts another, once.
 
         with TraceServer() as server:
             trace = server.run(workload)
@@ -44,10 +54,12 @@ class TraceServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._answers: dict[int, _Waiting] = {}
         self._last = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._open = False
+        self._restarts = 0
+        self._closed = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -67,7 +79,7 @@ class TraceServer:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        self._open = True
+        self._open, self._closed = True, False
         threading.Thread(target=self._read, args=(self._process,), name="labkit trace server", daemon=True).start()
 
     def __exit__(self, *exception: object) -> None:
@@ -80,10 +92,10 @@ class TraceServer:
 
     def close(self) -> None:
         """End the server and whatever it runs: a `run` in another thread raises `WorkError`."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            self._process.wait()
+        with self._lock:
+            self._closed, process = True, self._process
+        if process is not None:
+            _end(process)
 
     def run(self, workload: Workload, on_phase: PhaseCallback | None = None, *, rank: int = 0) -> "Trace":
         """Trace `rank` of `workload`, which must be one that can run; `on_phase` gets (iteration, phase) as they begin.
@@ -124,12 +136,18 @@ class TraceServer:
     def _ask(self, workload: Workload, rank: int, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
+            if self._process is not None and not self.alive and not self._closed and self._restarts < _RESTARTS:
+                self._restarts += 1
+                _end(self._process)
+                self.start()
             process = self._process
             if process is None or process.stdin is None or not self.alive:
+                if self._restarts and not self._closed:
+                    raise WorkError("the trace server was killed twice; is there memory for it?")
                 raise WorkError("the trace server is not running; start it with `with TraceServer() as server`")
             self._last += 1
             identity = self._last
-            self._answers[identity] = answers
+            self._answers[identity] = _Waiting(process, answers)
             described = workload.model_dump(mode="json")
             request = {"id": identity, "workload": described, "rank": rank, "result": str(result)}
             try:
@@ -146,8 +164,18 @@ class TraceServer:
                 answer = json.loads(line)
                 waiting = self._answers.get(answer["id"])
                 if waiting is not None:
-                    waiting.put(answer)
+                    waiting.answers.put(answer)
         with self._lock:
-            self._open = False
+            if self._process is process:
+                self._open = False
             for waiting in self._answers.values():
-                waiting.put({"error": _ENDED})
+                if waiting.process is process:
+                    waiting.answers.put({"error": _ENDED})
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Hang up, which ends the process if it has not ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    process.wait()
