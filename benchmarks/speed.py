@@ -1,8 +1,9 @@
-"""How long labkit's everyday acts take here, as whole processes: `make bench`, or `python benchmarks/speed.py`.
+"""How long labkit's everyday acts take here: `make bench`, or `python benchmarks/speed.py`.
 
-Times the estimate (median of several), one Moonlight trace cell, the six-cell study into an empty store and, with
-`--tests`, the test suite; beside each stands the project's target for a two-core machine. Nothing is asserted: a slow
-or busy machine is not a defect.
+As whole processes the estimate (median of several), one Moonlight trace cell, the six-cell study into an empty store
+and, with `--tests`, the test suite; inside a process the estimate's outline of a 64-layer model and a sweep of ten
+thousand workloads. Beside each stands the project's target for a two-core machine. Nothing is asserted: a slow or busy
+machine is not a defect.
 """
 
 import argparse
@@ -15,18 +16,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from labkit.memory.estimate import estimate
+from labkit.memory.outline import outline
+from labkit.memory.sweep import sweep, variations
+from labkit.summary import Summary
+from labkit.workload import RECOMPUTE_MODULES, Parallelism, Recompute, Workload
+
 ROOT = Path(__file__).resolve().parent.parent
 LABKIT = [sys.executable, "-m", "labkit"]
 WORKLOAD = "data/workloads/moonlight-16b.yaml"
 STUDY = "data/studies/moonlight-16b.yaml"
+SWEPT = 10_000
 PACKAGES = ("labkit", "torch", "megatron-core", "transformer-engine", "polars")
 
 
@@ -87,6 +96,80 @@ def time_study() -> Timing:
     return Timing("labkit study run, six cells, empty store", 75, [seconds])
 
 
+def deep_model(layers: int) -> Workload:
+    """Moonlight with more layers; its shared experts do not overlap, so that every label may be tried."""
+    data = Workload.load(ROOT / WORKLOAD).model_dump()
+    data["model"] |= {"num_layers": layers}
+    data["model"]["mixture_of_experts"] |= {"moe_layer_freq": [0] + [1] * (layers - 1)}
+    data["training"]["kernels"] |= {"moe_shared_expert_overlap": False}
+    data["batch"] |= {"global_batch_size": 128}
+    return Workload.from_mapping(data)
+
+
+def time_outlines(layers: int) -> list[Timing]:
+    """One estimate after the other in one process: the first of a layout, then others of the same."""
+    base = deep_model(layers)
+    lengths = [base.batch.model_copy(update={"seq_length": length}) for length in range(1024, 9216, 256)]
+    others = [base.model_copy(update={"batch": batch}) for batch in lengths]
+    choices = [base.model_copy(update={"recompute": choice}) for choice in recompute_choices()]
+    layouts = [base.model_copy(update={"parallelism": layout}) for layout in parallel_layouts()]
+    what = f"one estimate of {layers} layers"
+    return [
+        Timing(f"{what}, new layout", 2e-3, [clocked(outline, case) for case in layouts], "state priced anew"),
+        Timing(f"{what}, new length", 2e-3, [clocked(outline, case) for case in others]),
+        Timing(f"{what}, new recompute choice", 2e-3, [clocked(outline, case) for case in choices]),
+        Timing(f"{what}, with rows and allocator blocks", 1, [clocked(summary, base) for _ in range(3)]),
+    ]
+
+
+def summary(case: Workload) -> Summary:
+    """The whole estimate: rows, allocator blocks, summary."""
+    return estimate(case).summary
+
+
+def recompute_choices() -> list[Recompute]:
+    """Label lists of up to three, and whole layers."""
+    labels = [label for label in RECOMPUTE_MODULES if label != "gdn_norm_out"]
+    lists = [chosen for size in range(4) for chosen in combinations(labels, size)]
+    selective = [{"recompute_granularity": "selective", "recompute_modules": chosen} for chosen in lists]
+    full = [
+        {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
+        for method, number in (("uniform", 1), ("uniform", 2), ("block", 1), ("block", 8), ("block", 32), ("block", 64))
+    ]
+    return [Recompute.model_validate(choice) for choice in (*selective, *full)]
+
+
+def parallel_layouts() -> list[Parallelism]:
+    """Tensor and expert parallelism on 64 ranks."""
+    return [
+        Parallelism(
+            world_size=64,
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+            sequence_parallel=tp > 1,
+        )
+        for tp in (1, 2, 4, 8)
+        for ep in (1, 2, 4, 8, 16)
+    ]
+
+
+def time_sweep() -> Timing:
+    """Layouts x labels x lengths of a 64-layer model, as one frame."""
+    base = deep_model(64)
+    batches = [base.batch.model_copy(update={"seq_length": length}) for length in range(1024, 13312, 1024)]
+    cases = list(variations(base, parallelism=parallel_layouts(), recompute=recompute_choices(), batch=batches))[:SWEPT]
+    seconds = clocked(sweep, cases)
+    return Timing(f"sweep of {len(cases)} workloads of 64 layers", 3, [seconds], "one core")
+
+
+def clocked[T](act: Callable[[T], object], argument: T) -> float:
+    """Wall seconds of a call."""
+    start = time.perf_counter()
+    act(argument)
+    return time.perf_counter() - start
+
+
 def time_tests() -> Timing:
     """`make test`."""
     return Timing("make test", 360, [timed(["make", "test"])])
@@ -105,30 +188,30 @@ def machine() -> dict[str, str]:
 
 def show(timings: Sequence[Timing], facts: dict[str, str], console: Console) -> None:
     """The timings as a table for people."""
-    table = Table(title="Whole processes, wall seconds", title_justify="left")
+    table = Table(title="Wall seconds", title_justify="left")
     table.add_column("what")
     for heading in ("measured", "spread", "target"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for timing in timings:
-        spread = f"{min(timing.seconds):.2f} - {max(timing.seconds):.2f}" if len(timing.seconds) > 1 else ""
+        spread = f"{min(timing.seconds):.2g} - {max(timing.seconds):.2g}" if len(timing.seconds) > 1 else ""
         within = timing.median_seconds < timing.target_seconds
         remark = ", ".join(filter(None, ["within" if within else "over target", timing.note]))
-        table.add_row(timing.what, f"{timing.median_seconds:.2f}", spread, f"< {timing.target_seconds:g}", remark)
+        table.add_row(timing.what, f"{timing.median_seconds:.3g}", spread, f"< {timing.target_seconds:g}", remark)
     console.print(table)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
 def main() -> None:
     """Times what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description="Time labkit's everyday acts as whole processes.")
-    parser.add_argument("--quick", action="store_true", help="the estimate and one trace cell only")
+    parser = argparse.ArgumentParser(description="Time labkit's everyday acts.")
+    parser.add_argument("--quick", action="store_true", help="all but the study")
     parser.add_argument("--tests", action="store_true", help="`make test` too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args()
 
     facts = machine()  # before the work, so that the load is other people's
-    timings = [time_estimate(runs=7), time_trace()]
+    timings = [time_estimate(runs=7), *time_outlines(64), time_sweep(), time_trace()]
     if not options.quick:
         timings.append(time_study())
     if options.tests:

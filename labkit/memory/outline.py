@@ -143,9 +143,9 @@ class _Tally(Book):
 
     def __init__(self, size: Callable[[int], int]) -> None:
         super().__init__()
-        self._meter = Meter(Pool(Integers(size)))
         self._size = size
         self._sizes: list[int] = []
+        self._level = self._peak = 0
 
     def open(
         self,
@@ -157,20 +157,20 @@ class _Tally(Book):
         count: int = 1,
         **about: Any,  # noqa: ARG002
     ) -> int:
-        nbytes = self._size(nbytes // count) * count
-        self._sizes.append(nbytes)
-        self._meter.add(Change(nbytes, nbytes))
+        size = self._size(nbytes) if count == 1 else self._size(nbytes // count) * count
+        self._sizes.append(size)
+        self._level += size
+        self._peak = max(self._peak, self._level)
         return len(self._sizes)
 
     def close(self, number: int) -> None:
-        self._meter.level -= self._sizes[number - 1]
+        self._level -= self._sizes[number - 1]
 
     def change(self, act: Callable[[Book], None]) -> Change:
         """What `act` does to the level."""
-        before = self._meter.level
-        self._meter.start_phase()
+        before = self._peak = self._level
         act(self)
-        return Change(self._meter.peak - before, self._meter.level - before)
+        return Change(self._peak - before, self._level - before)
 
 
 class _StateChanges(NamedTuple):

@@ -7,7 +7,7 @@ tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses re
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -108,8 +108,7 @@ class Op:
     """The caller keeps the gradient it hands to its backward, until it has the next one."""
 
 
-@dataclass(slots=True, frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A weight of this rank."""
 
     name: str
@@ -134,7 +133,7 @@ class Parameter:
             return self
         layer = self.layer + first
         name = self.name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
-        return replace(self, name=name, layer=layer)
+        return self._replace(name=name, layer=layer)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """A rank's model as units in order: each a script, shared by all units of its kind, and the layer it begins at."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -77,7 +78,21 @@ def _repeats(kinds: tuple[int, ...], start: int, length: int) -> int:
 
 def chunks(workload: Workload, stage: int = 0) -> list[Chunk]:
     """The model chunks of a pipeline rank: one, or several under an interleaved schedule."""
-    return Recorder(workload, Sizes.of(workload)).chunks(workload.recompute, stage)
+    rest = workload.model, workload.parallelism, workload.batch, workload.training, workload.routing
+    return _recorder(_Recorded(rest, workload)).chunks(workload.recompute, stage)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What decides a recording: all of a workload but its recompute choice."""
+
+    rest: tuple[Hashable, ...]
+    workload: Workload = field(compare=False)
+
+
+@lru_cache(maxsize=32)
+def _recorder(key: _Recorded) -> "Recorder":
+    return Recorder(key.workload, Sizes.of(key.workload))
 
 
 class Recorder:
@@ -105,7 +120,7 @@ class Recorder:
     def _chunk(self, recompute: Recompute, layers: range, *, front: bool, back: bool) -> Chunk:
         begin, end = record_front if front else record_received, record_back if back else record_sent
         plan: list[tuple[Tape, bool, int]] = [(self._once(begin), False, 0)]
-        first = layers.start
+        first, labels = layers.start, recompute.modules
         for count, checkpointed in checkpoints(recompute, len(layers)):
             plan += [(tape, checkpointed, first) for tape in self._stretch(first, count, together=checkpointed)]
             first += count
@@ -113,7 +128,7 @@ class Recorder:
         units: list[Unit] = []
         held = False
         for tape, checkpointed, first in reversed(plan):
-            script, found = self._play(tape, recompute.modules, checkpointed=checkpointed, gradient_held=held)
+            script, found = self._play(tape, labels, checkpointed=checkpointed, gradient_held=held)
             held = script.gradient_in_held
             units.append(Unit(script, tape, found, first))
         return Chunk(reversed(units))
