@@ -84,6 +84,7 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         params_dtype=DTYPES[workload.training.precision],
         attention_backend=AttnBackend[kernels.attention_backend],
         bias_activation_fusion=kernels.bias_activation_fusion,
+        use_fused_weighted_squared_relu=kernels.use_fused_weighted_squared_relu,
         bias_dropout_fusion=kernels.bias_dropout_fusion,
         apply_rope_fusion=kernels.apply_rope_fusion,
         gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,

@@ -29,7 +29,8 @@ def workspaces(library: Library | None, *, backward: bool) -> list[tuple[str, Bu
         return _TE_GEMM
     if library == "te_grouped_gemm":
         return _TE_GROUPED
-    if library == "aten_matmul":
-        thread = "autograd" if backward else "forward"
-        return [(f"cublas {thread}", _workspace(f"cuBLAS workspace ({thread} thread)", 32 * MIB))]
+    if library in ("aten_matmul", "aten_matmul_on_side_stream"):
+        thread = "autograd thread" if backward else "forward thread"
+        place = thread if library == "aten_matmul" else f"{thread}, side stream"
+        return [(f"cublas {place}", _workspace(f"cuBLAS workspace ({place})", 32 * MIB))]
     return []

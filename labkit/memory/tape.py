@@ -17,8 +17,9 @@ from labkit.workload.training import FLOAT_BYTES
 DTYPE_BYTES = {**FLOAT_BYTES, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
 
 type Shape = tuple[int, ...]
-Library = Literal["te_gemm", "te_grouped_gemm", "aten_matmul"]
-"""Whose workspace an operation needs: Transformer Engine's GEMM or grouped GEMM, PyTorch's cuBLAS handle."""
+Library = Literal["te_gemm", "te_grouped_gemm", "aten_matmul", "aten_matmul_on_side_stream"]
+"""Whose workspace an operation needs: Transformer Engine's GEMM or grouped GEMM, PyTorch's cuBLAS handle
+(a workspace for each stream)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from labkit.workload.finding import Finding
 from labkit.workload.routing import Routing, busiest_share, largest_share
 
 if TYPE_CHECKING:
-    from labkit.workload.model import MixtureOfExperts
+    from labkit.workload.model import MixtureOfExperts, Model
     from labkit.workload.training import Kernels
     from labkit.workload.workload import Workload
 
@@ -22,22 +22,12 @@ def expert_findings(workload: "Workload") -> Iterator[Finding]:
         if routing is not None:
             yield Finding("warning", "routing", "the model has no experts to route to", "leave it out")
         return
-    if workload.training.runtime == "megatron":
-        yield from _not_priced(moe)
     yield from _capacity(moe, workload.training.kernels)
     yield from _overlap(moe, workload.training.kernels)
+    if workload.training.fuses_activation:
+        yield from _activation_fusion(workload.model)
     if routing is not None and moe.num_moe_experts % workload.parallelism.ep == 0:
         yield from _routing(workload, moe, routing)
-
-
-def _not_priced(moe: "MixtureOfExperts") -> Iterator[Finding]:
-    """What Megatron Core can run and labkit has no rows for yet."""
-    refused = {
-        "moe_shared_expert_gate": (moe.moe_shared_expert_gate, "a gate"),
-    }
-    for field, (broken, what) in refused.items():
-        if broken:
-            yield Finding("error", _AT + field, f"{what} is not supported by this version of labkit", "use the default")
 
 
 def _capacity(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
@@ -50,6 +40,14 @@ def _capacity(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
         reason = "an expert's capacity is more than all tokens, and only fused permutation pads beyond them"
         remedy = f"use at most {most:g} or set training.kernels.moe_permute_fusion: true"
         yield Finding("error", f"{_AT}moe_expert_capacity_factor", reason, remedy)
+
+
+def _activation_fusion(model: "Model") -> Iterator[Finding]:
+    """`TEGroupedMLP.forward`; what no fusion has a kernel for is said elsewhere."""
+    if model.activation_func == "gelu" and (model.gated_linear_unit or model.add_bias_linear):
+        reason = "experts have a fused kernel for gated silu alone"
+        remedy = "set training.kernels.bias_activation_fusion: false"
+        yield Finding("error", "model.activation_func", reason, remedy)
 
 
 def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:

@@ -41,8 +41,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     experts = model.mixture_of_experts is not None
     refused = {
         "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
-        "model.gated_linear_unit": (experts and not model.gated_linear_unit, "experts without gate"),
-        "model.activation_func": (experts and model.activation_func != "silu", f"experts with {model.activation_func}"),
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
         "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
@@ -50,7 +48,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
             layout.cp != 1 and any(layer.mixer in ("attention", "mla") for layer in model.layers),
             f"{layout.cp} with attention layers",
         ),
-        "training.kernels.bias_activation_fusion": (experts and not kernels.bias_activation_fusion, "no fusion"),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
     }

@@ -14,6 +14,8 @@ class Kernels(Part):
 
     attention_backend: Literal["fused", "flash", "unfused"] = "fused"
     bias_activation_fusion: bool = True
+    use_fused_weighted_squared_relu: bool = False
+    """One kernel for squared ReLU and the weights of routed rows, in experts."""
     bias_dropout_fusion: bool = True
     apply_rope_fusion: bool = False
     gradient_accumulation_fusion: bool = True

@@ -23,6 +23,7 @@ KERNELS = "training__kernels__"
             },
             "more than all tokens",
         ),
+        ({"model__activation_func": "gelu"}, "kernel for gated silu alone"),
         ({f"{MOE}moe_expert_capacity_factor": -1.0}, "greater than 0"),
         ({"parallelism__expert_tensor_parallel_size": 3}, "does not divide moe_ffn_hidden_size"),
     ],
@@ -40,6 +41,8 @@ def test_what_megatron_does_not_run_is_refused(changes: dict[str, object], sente
         {f"{KERNELS}moe_shared_expert_overlap": True, f"{KERNELS}moe_token_dispatcher_type": "flex"},
         {f"{KERNELS}moe_token_dispatcher_type": "allgather", f"{MOE}moe_latent_size": 64},
         {f"{MOE}moe_router_load_balancing_type": "global_aux_loss", f"{MOE}moe_z_loss_coeff": 0.001},
+        {"model__activation_func": "gelu", f"{KERNELS}bias_activation_fusion": False},
+        {f"{MOE}moe_shared_expert_gate": True, f"{KERNELS}moe_shared_expert_overlap": True},
         {"parallelism__expert_tensor_parallel_size": 2, "parallelism__expert_model_parallel_size": 2},
     ],
 )

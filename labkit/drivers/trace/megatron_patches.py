@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.drivers.trace import compiled_gdn
+from labkit.drivers.trace.origin import Origin
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
@@ -112,6 +113,21 @@ def _collectives() -> Iterator[Replacement]:
     objects = "a few KiB while the pickled objects travel"
     yield Replacement(dist, "all_gather_object", _all_gather_object, objects)
     yield Replacement(dist, "broadcast_object_list", lambda *args, **kwargs: None, objects)
+
+
+def shared_expert_gates(origin: Origin) -> Iterator[Replacement]:
+    """Backward of the gate of overlapped shared experts runs on their stream, and no module's forward says so."""
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    original = SharedExpertMLP.get_output
+
+    def get_output(experts: Any) -> Any:
+        if experts.gate_score is not None:
+            with torch.cuda.stream(experts.stream):
+                origin.claim(experts.gate_score, experts)
+        return original(experts)
+
+    yield Replacement(SharedExpertMLP, "get_output", get_output, NOTHING)
 
 
 def stated_versions(software: Software) -> Iterator[Replacement]:

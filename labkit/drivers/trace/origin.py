@@ -80,6 +80,10 @@ class Origin:
         finally:
             self._stack.pop()
 
+    def claim(self, tensor: torch.Tensor, module: torch.nn.Module) -> None:
+        """What lies behind `tensor` and has no maker yet was made by `module`, on the current stream."""
+        _label(tensor, (self._paths.get(module, OUTSIDE), self.stream()))
+
     def of(self, function: Any) -> Maker:
         """The maker of a tensor that `function` makes now."""
         module, stream = self._place()

@@ -70,6 +70,7 @@ def trace_here(
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
         enter(installed(dispatchers.replacements()))
+        enter(installed(megatron_patches.shared_expert_gates(tracker.origin)))
         enter(_process_group(workload, rank))
         enter(_manual_garbage_collection())
         enter(cuda_surface.CudaAsMeta())

@@ -31,11 +31,38 @@ def fused_activation(tape: Tape, rows: int, x: Value, width: int, *, biased: boo
     return out
 
 
-def eager_activation(tape: Tape, model: Model, rows: int, x: Value, width: int) -> Value:
+def weighted_activation(tape: Tape, workload: Workload, x: Value, weights: Value, width: int) -> Value:
+    """Of routed rows, times their probabilities (`bias_act_func` in `TEGroupedMLP.forward`)."""
+    model, kernels, rows = workload.model, workload.training.kernels, x.shape[0]
+    one_kernel = model.activation_func == "squared_relu" and kernels.use_fused_weighted_squared_relu
+    if workload.training.fuses_activation or one_kernel:
+        out = tape.like(x, "activation", (rows, width))
+        tape.op("weighted_activation", [x, weights], [out], saves=[x, weights])
+        return out
+    activated = eager_activation(tape, model, rows, x, width)
+    # Probabilities in fp32 make the product and, before they are cast and summed, both factors' gradients fp32.
+    product = tape.value("weighted", activated.shape, weights.dtype, routed=True)
+    gradients = [tape.buffer(name, product.shape, product.dtype) for name in ("weight_products", "wide_gradient")]
+    wide = product.dtype != x.dtype
+    tape.op(
+        "weigh",
+        [activated, weights],
+        [product],
+        saves=[activated, weights],
+        backward_temporaries=gradients if wide else gradients[:1],
+    )
+    if not wide:
+        return product
+    out = tape.like(x, "activation", product.shape)
+    tape.op("to", [product], [out])
+    return out
+
+
+def eager_activation(tape: Tape, model: Model, rows: int, x: Value, width: int, *, adds_offset: bool = True) -> Value:
     """The same without fusion: (rows, `input_width`) to (rows, width).
 
     A gated unit saves its input, the activated gate and the up branch with its offset, which is a tensor even where
-    the offset is 0 (`glu` in `MLP.forward`).
+    the offset is 0 (`glu` in `MLP.forward`; overlapped shared experts add none).
     """
     if not model.gated_linear_unit:
         return _pointwise(tape, model, rows, x, width)
@@ -43,10 +70,12 @@ def eager_activation(tape: Tape, model: Model, rows: int, x: Value, width: int) 
     up = tape.view(x, "up", (rows, width))
     tape.op("chunk", [x], [gate, up])
     activated = _pointwise(tape, model, rows, gate, width)
-    offset = tape.like(x, "up_and_offset", (rows, width))
-    tape.op("add_offset", [up], [offset], aliases=True)
+    if adds_offset:
+        offset = tape.like(x, "up_and_offset", (rows, width))
+        tape.op("add_offset", [up], [offset], aliases=True)
+        up = offset
     out = tape.like(x, "activation", (rows, width))
-    tape.op("multiply", [activated, offset], [out], saves=[activated, offset])
+    tape.op("multiply", [activated, up], [out], saves=[activated, up])
     # The variable of the input is bound to the result only now.
     tape.hold([x])
     return out

@@ -89,8 +89,7 @@ class AllToAll:
         self._sum_dtype = routed.probabilities.dtype
         self._keep_attributes(routed)
         if context.shared is not None:
-            # Its gradient is reduced before the rows are permuted back.
-            context.shared.gather_input(routed.tokens, len(tape.ops) + 1.4)
+            context.shared.gather_input(routed.tokens, None)
         tokens, probabilities, self._mapping = self._permute(routed)
         context.held.append(tokens)
         received = context.rows.to_busiest * sizes.ep
@@ -117,17 +116,19 @@ class AllToAll:
         if sizes.etp > 1:
             output = self._reduce(output)
         tape.hold([*self._held, expert_output])
-        combined, shared_output = output, None
+        combined, reduced = output, None
         if sizes.ep > 1:
             combined = self._exchange("combined_tokens", output, context.rows.sent)
         if context.shared is not None:
             beside = len(tape.ops) - 1 if sizes.ep > 1 else None
             # The reduction's backward precedes that of the unpermutation behind it.
-            shared_output = context.shared.fc2(beside, len(tape.ops) + 2.5)
+            reduced = context.shared.fc2(beside, len(tape.ops) + 2.5)
             tape.hold([output])  # the argument of `token_combine`
         context.held.append(combined)
         total = unpermute(tape, combined, _made(self._mapping), sizes.shard)
-        return total if shared_output is None else add_in_place(tape, total, shared_output)
+        if context.shared is None or reduced is None:
+            return total
+        return add_in_place(tape, total, context.shared.output(reduced))
 
     def _keep_attributes(self, routed: Routed) -> None:
         """`self.probs`, `self.routing_map` and, on the device for fused sorting, the rows of each chunk."""
@@ -304,7 +305,7 @@ class HybridEP:
         )
         if context.shared is not None:
             beside = len(tape.ops) - 1
-            context.shared.gather_input(routed.tokens, beside - 0.6)
+            context.shared.gather_input(routed.tokens, beside)
             context.shared.fc1(beside)
         context.held += [tokens, rows, chosen]
         return Dispatched(rows, chosen)
@@ -317,7 +318,7 @@ class HybridEP:
         tape.op("hybrid_ep_combine", [expert_output], [output], saves=self._handle, communicated_bytes=received)
         if context.shared is None:
             return output
-        return add_in_place(tape, output, context.shared.fc2(len(tape.ops) - 1))
+        return add_in_place(tape, output, context.shared.output(context.shared.fc2(len(tape.ops) - 1)))
 
     def _over_tensor_ranks(self, routed: Routed) -> Routed:
         """`_initialize_metadata` and `setup_metadata`: every tensor rank of an expert gets its rows; fp32."""

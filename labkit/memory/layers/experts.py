@@ -1,10 +1,16 @@
 """Experts: grouped ones (`transformer/moe/experts.py` `TEGroupedMLP`) and shared ones (`shared_experts.py`)."""
 
-from labkit.memory.layers.activation import activation, eager_activation, fused_activation
+from labkit.memory.layers.activation import (
+    activation,
+    eager_activation,
+    fused_activation,
+    input_width,
+    weighted_activation,
+)
 from labkit.memory.layers.adapters import adapted_groups
 from labkit.memory.layers.linear import column_parallel, row_parallel
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import Library, Tape, Value
 from labkit.workload import Workload
 
 
@@ -17,30 +23,16 @@ def grouped_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, p
     moe = workload.model.mixture_of_experts
     if moe is None:
         raise ValueError("experts need mixture_of_experts")
-    received, outer = rows.shape
     local, inner = moe.num_moe_experts // sizes.ep, moe.moe_ffn_hidden_size // sizes.etp
     with tape.module("linear_fc1"):
-        gate_and_up = _grouped_linear(tape, sizes, rows, 2 * inner, local)
+        intermediate = _grouped_linear(tape, sizes, rows, input_width(workload.model, inner), local)
     with tape.module("@activation"):
-        activation = _weighted_activation(tape, workload, gate_and_up, probabilities, (received, inner))
+        activated = weighted_activation(tape, workload, intermediate, probabilities, inner)
     with tape.module("linear_fc2"):
-        output = _grouped_linear(tape, sizes, activation, outer, local)
+        output = _grouped_linear(tape, sizes, activated, rows.shape[1], local)
     # Local variables of TEGroupedMLP.forward.
-    tape.hold([rows, probabilities, gate_and_up, activation])
+    tape.hold([rows, probabilities, intermediate, activated])
     return output
-
-
-def _weighted_activation(
-    tape: Tape, workload: Workload, gate_and_up: Value, probabilities: Value, shape: tuple[int, int]
-) -> Value:
-    """SwiGLU times the probabilities: one kernel that saves both inputs, or eager a product that saves its factors."""
-    kept = [gate_and_up, probabilities]
-    if not workload.training.fuses_activation:
-        activated = eager_activation(tape, workload.model, shape[0], gate_and_up, shape[1])
-        kept = [activated, probabilities]
-    out = tape.value("weighted_activation", shape, routed=True)
-    tape.op("weighted_activation", kept, [out], saves=kept)
-    return out
 
 
 def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: int) -> Value:
@@ -60,34 +52,42 @@ def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: i
     return adapted_groups(tape, sizes, x, out, local)
 
 
-def shared_experts(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, width: int) -> Value:
-    """Shared experts on their own (`SharedExpertMLP.forward`): a dense MLP without norm, gated where the model says."""
-    gate = _shared_gate(tape, workload, sizes, normed)
+def shared_experts(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, width: int, *, gated: bool) -> Value:
+    """Shared experts on their own, as a dense MLP without norm (`SharedExpertMLP.forward`)."""
     with tape.module("linear_fc1"):
-        gate_and_up = column_parallel(tape, sizes, normed, sizes.hidden, 2 * width, adapters=(width, width))
+        fc1_width = input_width(workload.model, width)
+        adapters = (width,) * (fc1_width // width)
+        intermediate = column_parallel(tape, sizes, normed, sizes.hidden, fc1_width, adapters=adapters)
     with tape.module("@activation"):
-        activated = activation(tape, workload, sizes.tokens, gate_and_up, width)
+        activated = activation(tape, workload, sizes.tokens, intermediate, width)
     with tape.module("linear_fc2"):
         output = row_parallel(tape, sizes, activated, width)
-    if gate is None:
-        return output
-    gated = tape.value("gated_output", output.shape)
-    tape.op("gate", [output, gate], [gated], saves=[output, gate])
-    return gated
+    return _scale(tape, output, _gate_score(tape, sizes, normed)) if gated else output
 
 
-def _shared_gate(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Value | None:
-    """The sigmoid of `normed` (shard rows, hidden) times one vector."""
-    moe = workload.model.mixture_of_experts
-    if moe is None or not moe.moe_shared_expert_gate:
-        return None
-    tape.parameter("gate_weight", (1, sizes.hidden), replicated=sizes.sp > 1)
+def _gate_score(tape: Tape, sizes: Sizes, normed: Value, library: Library = "aten_matmul") -> Value:
+    """Sigmoid of a projection to one number a token: (shard rows, 1)."""
     logits = tape.value("gate_logits", (sizes.shard, 1))
-    weight = (1, sizes.hidden) if sizes.trains else None
-    tape.op("gate_linear", [normed], [logits], saves=[normed], weight=weight, library="aten_matmul")
     score = tape.value("gate_score", (sizes.shard, 1))
+    tape.op(
+        "gate",
+        [normed],
+        [logits],
+        saves=[normed],
+        backward_temporaries=[tape.buffer("weight_gradient", (1, sizes.hidden))] if sizes.trains else [],
+        library=library,
+        flops=2 * sizes.shard * sizes.hidden,
+    )
     tape.op("sigmoid", [logits], [score], saves=[score])
     return score
+
+
+def _scale(tape: Tape, output: Value, score: Value) -> Value:
+    """The output times its gate's score."""
+    scaled = tape.value("gated_output", output.shape)
+    products = tape.buffer("score_gradient", output.shape)
+    tape.op("scale", [output, score], [scaled], saves=[output, score], backward_temporaries=[products])
+    return scaled
 
 
 class OverlappedSharedExperts:
@@ -97,20 +97,29 @@ class OverlappedSharedExperts:
     can; multiplications run behind the backward of `beside`, the operation of the dispatcher they ran beside.
     """
 
-    def __init__(self, tape: Tape, sizes: Sizes, width: int) -> None:
+    def __init__(self, tape: Tape, workload: Workload, sizes: Sizes, width: int, *, gated: bool) -> None:
         self._tape = tape
+        self._workload = workload
         self._sizes = sizes
         self._width = width
+        self._gated = gated
+        self._score: Value | None = None
         self._fc1_input: Value | None = None
         self._fc2_input: Value | None = None
 
-    def gather_input(self, normed: Value, backward_at: float) -> None:
-        """`pre_forward_comm`; its gradient is reduced at `backward_at` in the order of operations."""
+    def gather_input(self, normed: Value, beside: int | None) -> None:
+        """`pre_forward_comm`: its gradient is reduced once fc1's backward has run beside `beside`.
+
+        With None fc1 is still to find its place, before the permutation behind the gather runs backward.
+        """
         tape, sizes = self._tape, self._sizes
         self._fc1_input = normed
+        if self._gated:
+            with tape.module("shared_experts"):
+                self._score = _gate_score(tape, sizes, normed, "aten_matmul_on_side_stream")
         if sizes.sp > 1:
             gathered = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
-            tape.backward_at[len(tape.ops)] = backward_at
+            tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4 if beside is None else beside - 0.6
             received = sizes.from_tensor_ranks(gathered.bytes)
             tape.op("gather_from_sequence_parallel", [normed], [gathered], communicated_bytes=received)
             self._fc1_input = gathered
@@ -120,14 +129,22 @@ class OverlappedSharedExperts:
         tape, sizes = self._tape, self._sizes
         if self._fc1_input is None:
             raise ValueError("gather_input comes first")
-        if beside is not None:
-            tape.backward_at[len(tape.ops)] = beside - 0.5
-            tape.backward_at[len(tape.ops) + 1] = beside - 0.4
+        first = len(tape.ops)
         with tape.module("shared_experts"):
             with tape.module("linear_fc1"):
-                x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, 2 * self._width, gathered=True)
+                width = input_width(self._workload.model, self._width)
+                x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, width, gathered=True)
             with tape.module("@activation"):
-                self._fc2_input = fused_activation(tape, sizes.tokens, x, self._width)
+                self._fc2_input = self._activation(x)
+        if beside is not None:
+            for place, index in enumerate(range(first, len(tape.ops))):
+                tape.backward_at[index] = beside - 0.5 + place / 100
+
+    def _activation(self, x: Value) -> Value:
+        tape, model = self._tape, self._workload.model
+        if self._workload.training.kernels.bias_activation_fusion:
+            return fused_activation(tape, self._sizes.tokens, x, self._width)
+        return eager_activation(tape, model, self._sizes.tokens, x, self._width, adds_offset=False)
 
     def fc2(self, beside: int | None, reduced_at: float | None = None) -> Value:
         """`linear_fc2_forward` and `post_forward_comm`, whose backward runs at `reduced_at`."""
@@ -155,3 +172,10 @@ class OverlappedSharedExperts:
                 tape.op("reduce_scatter", [output], [shard], communicated_bytes=sizes.from_tensor_ranks(output.bytes))
                 output = shard
         return output
+
+    def output(self, reduced: Value) -> Value:
+        """`get_output`: what `fc2` returned, behind the gate."""
+        if self._score is None:
+            return reduced
+        with self._tape.module("shared_experts"):
+            return _scale(self._tape, reduced, self._score)

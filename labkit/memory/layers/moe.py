@@ -6,13 +6,14 @@ busiest rank (`labkit.workload.routing`). Values whose rows depend on routing ar
 
 from fractions import Fraction
 
+from labkit.memory.layers.activation import input_width
 from labkit.memory.layers.dispatch import DISPATCHERS, Context, Routed
 from labkit.memory.layers.experts import OverlappedSharedExperts, grouped_experts, shared_experts
 from labkit.memory.layers.linear import replicated
 from labkit.memory.layers.router import router
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import MixtureOfExperts, Workload
+from labkit.workload import MixtureOfExperts, Model, Workload
 from labkit.workload.routing import expert_rows
 
 
@@ -26,13 +27,13 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share
         raise ValueError("a MoE layer needs mixture_of_experts")
     shared_width = (moe.moe_shared_expert_intermediate_size or 0) // sizes.tp
     overlaps = kernels.moe_shared_expert_overlap and shared_width > 0
-    _parameters(tape, moe, sizes, shared_width)
-    shared_output, overlapped = None, None
+    _parameters(tape, workload.model, moe, sizes, shared_width)
+    shared_output, overlapped, gated = None, None, moe.moe_shared_expert_gate
     if overlaps:
-        overlapped = OverlappedSharedExperts(tape, sizes, shared_width)
+        overlapped = OverlappedSharedExperts(tape, workload, sizes, shared_width, gated=gated)
     elif shared_width:
         with tape.module("shared_experts"):
-            shared_output = shared_experts(tape, workload, sizes, normed, shared_width)
+            shared_output = shared_experts(tape, workload, sizes, normed, shared_width, gated=gated)
     with tape.module("router"):
         probabilities, routing_map = router(tape, moe, sizes, normed)
     tokens = normed
@@ -58,7 +59,7 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share
     return output
 
 
-def _parameters(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, shared_width: int) -> None:
+def _parameters(tape: Tape, model: Model, moe: MixtureOfExperts, sizes: Sizes, shared_width: int) -> None:
     """In the order `MoELayer` registers them, which is not that in which they are used."""
     hidden, replicated_here = sizes.hidden, sizes.sp > 1
     outer, inner = moe.moe_latent_size or hidden, moe.moe_ffn_hidden_size // sizes.etp
@@ -69,9 +70,11 @@ def _parameters(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, shared_width: i
         tape.parameter("fc1_latent_proj.weight", (outer, hidden), replicated=replicated_here)
         tape.parameter("fc2_latent_proj.weight", (hidden, outer), replicated=replicated_here)
     with tape.module("experts"):
-        tape.parameter("linear_fc1.weight", (2 * inner, outer), expert=split, count=local)
+        tape.parameter("linear_fc1.weight", (input_width(model, inner), outer), expert=split, count=local)
         tape.parameter("linear_fc2.weight", (outer, inner), expert=split, count=local)
     if shared_width:
         with tape.module("shared_experts"):
-            tape.parameter("linear_fc1.weight", (2 * shared_width, hidden))
+            if moe.moe_shared_expert_gate:
+                tape.parameter("gate_weight", (1, hidden), replicated=replicated_here)
+            tape.parameter("linear_fc1.weight", (input_width(model, shared_width), hidden))
             tape.parameter("linear_fc2.weight", (hidden, shared_width))

@@ -50,6 +50,8 @@ BF16_ROUTER = {f"{MOE}moe_router_dtype": None}
 CAPACITY = {f"{MOE}moe_expert_capacity_factor": 1.3}
 PADDED = CAPACITY | {f"{MOE}moe_pad_expert_input_to_capacity": True}
 ONE_TENSOR_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False}
+EAGER = {"training.kernels.bias_activation_fusion": False}
+SQUARED_RELU = {"model.activation_func": "squared_relu", "model.gated_linear_unit": False}
 WORST = {"routing.kind": "worst"}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -93,6 +95,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flex, routing worst, router in bf16": FLEX | WORST | BF16_ROUTER,
     "latent experts": {f"{MOE}moe_latent_size": 320},
     "latent experts, moe": {f"{MOE}moe_latent_size": 320, "labels": ["moe"]},
+    "gated shared experts": {f"{MOE}moe_shared_expert_gate": True},
+    "gated shared experts, shared_experts": {f"{MOE}moe_shared_expert_gate": True, "labels": ["shared_experts"]},
+    "gated shared experts, overlap": OVERLAP | {f"{MOE}moe_shared_expert_gate": True},
+    "gated shared experts, overlap, flex": OVERLAP | FLEX | {f"{MOE}moe_shared_expert_gate": True},
+    "eager activation": EAGER,
+    "eager activation, router in bf16": EAGER | BF16_ROUTER,
+    "eager activation, moe_act": EAGER | {"labels": ["moe_act"]},
+    "eager activation, overlap": EAGER | OVERLAP,
+    "gated gelu": EAGER | {"model.activation_func": "gelu"},
+    "squared relu": EAGER | SQUARED_RELU,
+    "squared relu, overlap, gathered rows of flex": EAGER | SQUARED_RELU | OVERLAP | FLEX,
+    "squared relu weighted by one kernel": EAGER
+    | SQUARED_RELU
+    | {"training.kernels.use_fused_weighted_squared_relu": True},
+    "squared relu, moe_act, expert tensor ranks": EAGER | SQUARED_RELU | ETP | {"labels": ["moe_act"]},
     "z-loss": {f"{MOE}moe_z_loss_coeff": 0.001},
     "auxiliary loss over all ranks": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
     "auxiliary loss per sequence": {
