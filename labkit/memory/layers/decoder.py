@@ -74,8 +74,10 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
         head_permutation(tape, model.gated_delta_net, sizes)  # one for all layers
     if workload.training.kernels.attention_backend == "unfused" and any(place.half in _SCORED for place in places):
         causal_mask(tape, sizes)
+    inputs = {0: hidden}
     with tape.module("decoder"):
         for layer, half, share in places:
+            inputs.setdefault(layer, hidden)
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
                 if half == "dense":
                     hidden = _mlp(tape, workload, sizes, hidden)
@@ -83,6 +85,9 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
                     hidden = _moe(tape, workload, sizes, hidden, share or Fraction(1, sizes.ep))
                 else:
                     hidden = _mixer(tape, workload, sizes, hidden, half)
+            if layer:
+                # `hidden_states` in the loop over layers (`custom_forward`) is a layer's input until it has returned.
+                tape.hold([inputs[layer]])
     tape.exit = hidden
     return tape
 
