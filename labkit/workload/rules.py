@@ -269,9 +269,7 @@ def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
 
 
 def _recompute(workload: "Workload") -> Iterator[Finding]:
-    choice, model, kernels = workload.recompute, workload.model, workload.training.kernels
-    moe = model.mixture_of_experts
-    field = "recompute.recompute_modules"
+    choice, field = workload.recompute, "recompute.recompute_modules"
     if choice.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(choice, name) is None:
@@ -301,13 +299,24 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
                 "set recompute_granularity: selective",
             )
         return
-    labels = choice.modules
+    yield from _labels(workload, choice.modules)
+
+
+def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
+    """What a selective list may name."""
+    model, kernels, field = workload.model, workload.training.kernels, "recompute.recompute_modules"
+    moe = model.mixture_of_experts
     if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.layers):
         # CheckpointFunction returns fc2's bias parameter and so becomes its grad_fn: backward enters it again, forever.
         reason = "mlp cannot be recomputed where it hands on a bias: Megatron Core's checkpoint never ends its backward"
         yield Finding("error", field, reason, "remove mlp, use full recompute or set model.add_bias_linear: false")
-    if "moe_act" in labels and moe is None:
-        yield Finding("error", field, "moe_act needs experts with grouped GEMM, this model has none", "remove it")
+    needs = {
+        "mla_up_proj": (model.multi_latent_attention, "multi-latent attention"),
+        "moe_act": (moe, "experts with grouped GEMM"),
+    }
+    for label, (section, what) in needs.items():
+        if label in labels and section is None:
+            yield Finding("error", field, f"{label} needs {what}, this model has none", "remove it")
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
     if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
         yield Finding(
