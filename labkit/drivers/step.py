@@ -136,6 +136,8 @@ def _ends(chunk: DistributedDataParallel) -> tuple[bool, bool]:
 def batches(workload: Workload, first: bool, last: bool) -> Iterator[dict[str, torch.Tensor | None]]:
     """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask.
 
+    A context-parallel rank then takes its two of the 2 x cp chunks.
+
     The host collates them and copies each to the device once; a stage then lets go of what it does not need. Stages
     between the first and the last read nothing.
     """

@@ -26,6 +26,7 @@ def attention_findings(workload: "Workload") -> Iterator[Finding]:
     if mixers & {"attention", "mla"}:
         yield from _rotary(workload)
         yield from _kernels(workload)
+        yield from _context(workload)
 
 
 def _heads(workload: "Workload") -> Iterator[Finding]:
@@ -85,3 +86,27 @@ def _kernels(workload: "Workload") -> Iterator[Finding]:
         if backend != "unfused" and (width % 8 or width > _WIDEST_HEAD):
             reason = f"the {backend} kernel takes heads of a multiple of 8 elements up to {_WIDEST_HEAD}, not {width}"
             yield Finding("error", field, reason, "use such a width or training.kernels.attention_backend: unfused")
+
+
+def _context(workload: "Workload") -> Iterator[Finding]:
+    """`get_attention_backend` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine."""
+    model, layout = workload.model, workload.parallelism
+    tp, cp, backend = layout.tp, layout.cp, workload.training.kernels.attention_backend
+    if cp == 1:
+        return
+    if backend == "unfused":
+        reason = "unfused attention has no context parallelism"
+        yield Finding("error", "training.kernels.attention_backend", reason, "use fused or context_parallel_size 1")
+    elif backend == "flash":
+        reason = "flash with context parallelism is not supported by this version of labkit"
+        yield Finding("error", "training.kernels.attention_backend", reason, "use fused")
+    if layout.cp_comm_type == "a2a":
+        heads = {"num_attention_heads": model.num_attention_heads // tp}
+        if model.multi_latent_attention is None:
+            heads["num_query_groups"] = max(1, model.key_value_heads // tp)
+        for name, of_rank in heads.items():
+            if of_rank % cp:
+                reason = (
+                    f"a2a swaps rows for heads, and {cp} ranks cannot share the {of_rank} of a tensor-parallel rank"
+                )
+                yield Finding("error", f"model.{name}", reason, "use fewer ranks or cp_comm_type p2p")

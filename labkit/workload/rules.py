@@ -45,8 +45,8 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
         "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
         "parallelism.context_parallel_size": (
-            layout.cp != 1 and any(layer.mixer in ("attention", "mla") for layer in model.layers),
-            f"{layout.cp} with attention layers",
+            layout.cp != 1 and model.mtp_num_layers is not None,
+            f"{layout.cp} with multi-token prediction",
         ),
         "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
         "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),

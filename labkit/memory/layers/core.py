@@ -5,6 +5,7 @@ Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product
 
 from collections.abc import Callable, Sequence
 
+from labkit.memory.layers.context_parallel import context_parallel_attention
 from labkit.memory.layers.flash import flash_attention, interleaved
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
@@ -19,12 +20,14 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     view is copied first (`get_qkv_layout`).
     """
     qkv = [query, key, value]
-    if interleaved(qkv) is None:
+    if interleaved(qkv) is None or sizes.cp > 1:
         qkv = [_contiguous(tape, part) for part in qkv]
-    backend = _BACKENDS[workload.training.kernels.attention_backend]
     _, heads, width = query.shape
-    flops = sizes.batch * sizes.sequence**2 * heads * (width + value.shape[-1])
-    out = backend(tape, sizes, qkv, flops)
+    flops = sizes.batch * sizes.sequence**2 * sizes.cp * heads * (width + value.shape[-1])
+    if sizes.cp > 1:
+        out = context_parallel_attention(tape, sizes, qkv, workload.parallelism.cp_comm_type, flops)
+    else:
+        out = _BACKENDS[workload.training.kernels.attention_backend](tape, sizes, qkv, flops)
     # Local variables of DotProductAttention.forward live until it returns.
     tape.hold(qkv)
     return out

@@ -19,7 +19,7 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
     _parameters(tape, model, sizes, query_width, value_width)
 
-    rotary_table(tape, sizes.sequence, mla.qk_pos_emb_head_dim)
+    rotary_table(tape, sizes.sequence, model.rotary_width)
     compressed_query, query_input_width = hidden, model.hidden_size
     if mla.q_lora_rank is not None:
         with tape.module("linear_q_down_proj"):
@@ -57,8 +57,8 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
         key_content = tape.view(packed_kv, "k_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
         value_content = tape.view(packed_kv, "v", (sizes.tokens, value_width))
         tape.op("split", [packed_kv], [key_content, value_content])
-        rotated_query = rotary(tape, sizes, query_position, mla.qk_pos_emb_head_dim, interleaved=True)
-        rotated_key = rotary(tape, sizes, position_key, mla.qk_pos_emb_head_dim, interleaved=True)
+        rotated_query = rotary(tape, sizes, query_position, model.rotary_width, interleaved=True)
+        rotated_key = rotary(tape, sizes, position_key, model.rotary_width, interleaved=True)
         query = tape.value("query", (sizes.tokens, heads, head_width))
         tape.op("cat", [query_content, rotated_query], [query], aliases=True)
         key = tape.value("key", (sizes.tokens, heads, head_width))

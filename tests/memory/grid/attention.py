@@ -23,6 +23,10 @@ QK_NORM = {"model.qk_layernorm": True}
 
 UNFUSED = {"training.kernels.attention_backend": "unfused"}
 FLASH = {"training.kernels.attention_backend": "flash"}
+CONTEXT = {"parallelism.context_parallel_size": 2, "batch.seq_length": 1024}
+FOUR_CONTEXTS = ONE_RANK | {"parallelism.context_parallel_size": 4, "batch.seq_length": 2048}
+ALL_TO_ALL = {"parallelism.cp_comm_type": "a2a"}
+ALL_GATHER = {"parallelism.cp_comm_type": "all_gather"}
 BARE = {"model.position_embedding_type": "none"}
 TENSOR_ALONE = {"parallelism.sequence_parallel": False}
 FOUR_RANKS = {"parallelism.tensor_model_parallel_size": 4}
@@ -74,5 +78,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flash, no positions, many heads": FLASH | BARE | {"model.num_query_groups": None},
     "flash, no positions, many heads of 128": FLASH | BARE | {"model.num_query_groups": None, "model.kv_channels": 128},
     "flash, full uniform 1, longer": FLASH | {"batch.seq_length": 2048, "full": ("uniform", 1)},
+    "context parallel": CONTEXT,
+    "context parallel, core_attn": CONTEXT | {"labels": ["core_attn"]},
+    "context parallel, full uniform 1": CONTEXT | {"full": ("uniform", 1)},
+    "context parallel, many heads, one rank": CONTEXT | ONE_RANK | {"model.num_query_groups": None},
+    "four context ranks": FOUR_CONTEXTS,
+    "four context ranks, core_attn": FOUR_CONTEXTS | {"labels": ["core_attn"]},
+    "context parallel, all to all": CONTEXT | ALL_TO_ALL,
+    "context parallel, all to all, core_attn": CONTEXT | ALL_TO_ALL | {"labels": ["core_attn"]},
+    "four context ranks, all to all, many heads, full uniform 1": FOUR_CONTEXTS
+    | ALL_TO_ALL
+    | {"model.num_query_groups": None, "full": ("uniform", 1)},
+    "context parallel, all gather": CONTEXT | ALL_GATHER,
+    "context parallel, all gather, core_attn": CONTEXT | ALL_GATHER | {"labels": ["core_attn"]},
+    "four context ranks, all gather": FOUR_CONTEXTS | ALL_GATHER,
     "long sequence": {"batch.seq_length": 4096, "batch.micro_batch_size": 1},
 }

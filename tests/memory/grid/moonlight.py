@@ -31,6 +31,8 @@ FULL_PRECISION = {
     "training.optimizer.fp8_recipe": None,
 }
 
+CONTEXT = {"parallelism.context_parallel_size": 2, "parallelism.expert_model_parallel_size": 4}
+
 CHANGES: dict[str, dict[str, Any]] = {
     "as published": {},
     "core_attn": {"labels": ["core_attn"]},
@@ -109,4 +111,17 @@ CHANGES: dict[str, dict[str, Any]] = {
         "model.vocab_size": 163840,
         "training.software.transformer_engine": "2.20.2",
     },
+    "half of the positions turned": {"model.rotary_percent": 0.5},
+    "unfused": {"training.kernels.attention_backend": "unfused", "batch.seq_length": 2048},
+    "unfused, core_attn": {
+        "training.kernels.attention_backend": "unfused",
+        "batch.seq_length": 2048,
+        "labels": ["core_attn"],
+    },
+    "context parallel": CONTEXT,
+    "context parallel, core_attn, mla_up_proj": CONTEXT | {"labels": ["core_attn", "mla_up_proj"]},
+    "context parallel, all to all": CONTEXT | {"parallelism.cp_comm_type": "a2a"},
+    "context parallel, all gather, full block 1": CONTEXT
+    | {"parallelism.cp_comm_type": "all_gather", "full": ("block", 1)},
+    "context parallel, no experts": DENSE | {"parallelism.context_parallel_size": 2, "parallelism.world_size": 4},
 }
