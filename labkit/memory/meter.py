@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
-from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, SENT_GRADIENT, Script
+from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, OUTPUTS, SENT_GRADIENT, Script
 from labkit.memory.units import Chunk, Unit
 
 CacheUse = Literal["hit", "grow", "churn"]
@@ -282,9 +282,10 @@ class Meter:
 
     def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
         """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""
-        for unit in (chunk.units[0], chunk.units[-1]):
+        for unit in chunk.units if len(chunk.units) == 1 else (chunk.units[0], chunk.units[-1]):
             for key, nbytes in self._of(unit).kept_by_caller[backward]:
-                self._drop(key)
+                if key != OUTPUTS:
+                    self._drop(key)
                 with_input = key == SENT_GRADIENT and latest
                 self._kept.append(_Kept(nbytes, {key, index} if with_input else {key}))
         first = self._of(chunk.units[0])

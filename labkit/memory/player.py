@@ -18,6 +18,7 @@ from labkit.memory.script import (
     LET_GO,
     ONCE,
     OPEN,
+    OUTPUTS,
     SENT_GRADIENT,
     Script,
     Slot,
@@ -37,7 +38,14 @@ class _Storage:
         """References that outlive the pass: module attributes and their graphs."""
 
 
-def play(tape: Tape, found: list[Region], *, fused_weight_gradients: bool, gradient_held: bool = False) -> Script:
+def play(
+    tape: Tape,
+    found: list[Region],
+    *,
+    fused_weight_gradients: bool,
+    gradient_held: bool = False,
+    differentiates: bool = True,
+) -> Script:
     """The script of one forward and one backward pass of a unit.
 
     Args:
@@ -45,10 +53,12 @@ def play(tape: Tape, found: list[Region], *, fused_weight_gradients: bool, gradi
         found: its recompute regions, outer before inner.
         fused_weight_gradients: weight gradients are added straight into the gradient buffer.
         gradient_held: the unit behind holds the gradient it hands over (`Script.gradient_in_held`).
+        differentiates: False under `torch.no_grad`: nothing is saved, and the backward pass is empty.
     """
     player = _Player(tape, found, fused_weight_gradients=fused_weight_gradients)
-    player.forward()
-    player.backward(gradient_held=gradient_held)
+    player.forward(keep=differentiates)
+    if differentiates:
+        player.backward(gradient_held=gradient_held)
     return player.script
 
 
@@ -92,8 +102,8 @@ class _Player:
         self._replayed_from = -1
         """First operation of the region being replayed; -1 outside replays."""
 
-    def forward(self) -> None:
-        """One micro-batch's forward pass."""
+    def forward(self, *, keep: bool) -> None:
+        """One micro-batch's forward pass; `keep` what its backward needs."""
         tape = self._tape
         for neighbour, name in ((tape.entry, "hidden_states"), (tape.exit, "gradient")):
             # Slots INPUT and GRADIENT_OUT, even where the unit has no such neighbour.
@@ -105,7 +115,7 @@ class _Player:
             self._storages[tape.entry] = _Storage(INPUT)
         if tape.exit is not None:
             tape.exit.storage.last_use = len(tape.ops)
-        self._run(0, len(tape.ops) - 1, frozenset(), keep=True)
+        self._run(0, len(tape.ops) - 1, frozenset(), keep=keep)
         if tape.exit is not None:
             self.script.output = self._storages[tape.exit.storage].slot
 
@@ -183,7 +193,7 @@ class _Player:
         for value in op.node_keeps if keep else ():
             self._hold(self._storages[value], f"{index} graph")
         for value in op.keeps:
-            self._hold(self._storages[value.storage], CALLER)
+            self._hold(self._storages[value.storage], OUTPUTS)
         for slot in temporaries:
             self._steps.append((CLOSE, slot, ""))
         for value in self._ends.get(index, ()):

@@ -25,9 +25,10 @@ ONCE slot, key: allocated unless the process has `key` already; kept for good.
 CACHE slot, key: an entry of the cache `key` of this unit's module, which all modules share (`Slot.entries` fit).
 """
 
-CALLER, SENT_GRADIENT = "caller", "caller: sent gradient"
-"""Keys of what the caller of the model holds: until backward is done, or until it holds the next such tensor."""
-CALLERS = frozenset((CALLER, SENT_GRADIENT))
+CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: outputs"
+"""Keys of what the caller of the model holds: until backward is done, or until it holds the next such tensor (but for
+outputs, of which there may be several)."""
+CALLERS = frozenset((CALLER, SENT_GRADIENT, OUTPUTS))
 
 INPUT, GRADIENT_OUT = 0, 1
 """Slots that the unit's neighbours allocate: the residual stream it reads, the gradient of the one it writes."""

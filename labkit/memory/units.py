@@ -172,17 +172,25 @@ class Recorder:
             found = regions(tape, labels, checkpointed=checkpointed)
             training = self._workload.training
             fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
-            script = play(tape, found, fused_weight_gradients=fused, gradient_held=gradient_held)
+            script = play(
+                tape,
+                found,
+                fused_weight_gradients=fused,
+                gradient_held=gradient_held,
+                differentiates=training.differentiates,
+            )
             self._scripts[key] = script, tuple(found)
         return self._scripts[key]
 
 
 def loss_chunk(workload: Workload) -> Chunk | None:
-    """The caller's loss over the model's outputs, where the model does not end in its own (`lora` runtime)."""
-    if workload.training.runtime == "megatron":
+    """What the caller does with the model's outputs, where the model does not end in its own loss (`lora` runtime)."""
+    training = workload.training
+    if training.runtime == "megatron":
         return None
     tape = record_loss(workload, Sizes.of(workload))
-    return Chunk([Unit(play(tape, [], fused_weight_gradients=False), tape, (), 0)])
+    script = play(tape, [], fused_weight_gradients=False, differentiates=training.differentiates)
+    return Chunk([Unit(script, tape, (), 0)])
 
 
 def parameters(chunk: Chunk) -> list[Parameter]:

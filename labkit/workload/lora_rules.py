@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from labkit.workload.finding import Finding
 
 if TYPE_CHECKING:
+    from labkit.workload.runtime import Lora
     from labkit.workload.workload import Workload
 
 
@@ -22,9 +23,24 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
         return
     if training.lora is None:
         yield Finding("error", "training.lora", "the lora runtime needs it", "give training.lora.rank")
+    else:
+        yield from _passes(training.lora)
     yield from _not_priced(workload)
     if packed is not None:
         yield from _packed(workload)
+
+
+def _passes(lora: "Lora") -> Iterator[Finding]:
+    at = "training.lora."
+    if lora.no_grad and lora.optimizer_step:
+        reason = "a pass without gradients leaves the optimizer nothing to step with"
+        yield Finding("error", f"{at}optimizer_step", reason, "set it to false")
+    if lora.outputs != "hidden_states" and not lora.no_grad:
+        reason = f"{lora.outputs} are priced for passes without gradients"
+        yield Finding("error", f"{at}outputs", reason, "set training.lora.no_grad: true or use hidden_states")
+    if (lora.outputs == "top_k") != (lora.top_k is not None):
+        reason = "outputs: top_k and the number of candidates go together"
+        yield Finding("error", f"{at}top_k", reason, "give both or neither")
 
 
 def _not_priced(workload: "Workload") -> Iterator[Finding]:

@@ -332,7 +332,10 @@ def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> 
     kinds = {layer.mlp for layer in workload.model.layers}
     backend = workload.training.kernels.attention_backend
     idle = {
-        "core_attn": (backend != "unfused", f"{backend} attention already keeps no scores"),
+        "core_attn": (
+            backend != "unfused" and workload.training.runtime == "megatron",
+            f"{backend} attention already keeps no scores",
+        ),
         "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
         "moe": ("moe" not in kinds, "the model has no MoE layer"),
         "moe_act": ("moe" not in kinds, "the model has no MoE layer"),

@@ -89,6 +89,11 @@ class Training(Part):
         return self.lora is None or self.lora.optimizer_step
 
     @property
+    def differentiates(self) -> bool:
+        """A backward pass follows."""
+        return self.lora is None or not self.lora.no_grad
+
+    @property
     def fuses_activation(self) -> bool:
         """An MLP's activation is one kernel."""
         return self.kernels.bias_activation_fusion or self.compiles_layers

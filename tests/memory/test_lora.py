@@ -6,6 +6,7 @@ import pytest
 
 from labkit.errors import InputError, WorkError
 from labkit.memory.estimate import Estimate, estimate
+from labkit.memory.outline import outline
 from labkit.workload import Workload
 
 HIDDEN, LAYERS, ROWS, TENSOR_RANKS = 512, 4, 1024, 2
@@ -112,6 +113,34 @@ def test_every_segment_keeps_its_state() -> None:
     )
 
 
+WITHOUT_GRADIENTS = {"training__lora__no_grad": True}
+
+
+def test_a_pass_without_gradients_keeps_its_outputs_alone() -> None:
+    result = estimate(tuned(**WITHOUT_GRADIENTS))
+    retained = [row for row in result.ledger.retained().rows if row.lifetime == "retained"]
+    assert [(row.tensor, row.bytes) for row in retained] == [("hidden_states", ROWS * HIDDEN * 2)]
+    assert not [row for row in result.ledger.rows if "gradient" in row.tensor]
+    after = result.ledger.at(result.ledger.rows[-1].born + 10**9)
+    assert after.total() == result.ledger.between_steps().total()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kept"),
+    [("log_probs", ROWS * 4), ("top_k", ROWS * 5 * (4 + 8)), ("logits", 256 * 1024 * 2)],
+)
+def test_outputs_of_the_vocabulary_come_in_chunks(outputs: str, kept: int) -> None:
+    """Per token a log-probability, or five candidates; or the last chunk's logits over the padded vocabulary."""
+    changes = {"training__lora__outputs": outputs, "training__lora__output_chunk_rows": 256} | WITHOUT_GRADIENTS
+    workload = tuned(**changes, **({"training__lora__top_k": 5} if outputs == "top_k" else {}))
+    result = estimate(workload)
+    assert workload.padded_vocab_size == 1024
+    retained = [row for row in result.ledger.retained().rows if row.lifetime == "retained"]
+    assert sum(row.bytes for row in retained) == kept
+    widths = {row.shape[0] for row in result.ledger.rows if row.tensor == "logits"}
+    assert widths == {256}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -120,6 +149,12 @@ def test_every_segment_keeps_its_state() -> None:
         ({"batch__packed": {"lengths": [512, 1000]}}, "batch.seq_length: the packed sequences have 1512 tokens"),
         ({"batch__packed": {"lengths": [512, 100], "shared_prefix": 100}}, "batch.packed.shared_prefix"),
         ({"batch__packed": {"lengths": [512, 512], "busiest_rank_rows": 100}}, "batch.packed.busiest_rank_rows"),
+        ({"training__lora__outputs": "log_probs"}, "training.lora.outputs: log_probs are priced for passes without"),
+        ({"training__lora__outputs": "top_k"} | WITHOUT_GRADIENTS, "training.lora.top_k: outputs: top_k and the"),
+        (
+            {"training__lora__optimizer_step": True} | WITHOUT_GRADIENTS,
+            "training.lora.optimizer_step: a pass without gradients",
+        ),
         ({"model__qk_layernorm": False}, "model.qk_layernorm: the lora runtime is priced for"),
     ],
 )
@@ -133,3 +168,22 @@ def test_the_trace_refuses_it() -> None:
 
     with pytest.raises(WorkError, match="use labkit estimate"):
         TraceServer().run(tuned())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        WITHOUT_GRADIENTS,
+        {"training__lora__outputs": "log_probs"} | WITHOUT_GRADIENTS,
+        {"training__lora__outputs": "top_k", "training__lora__top_k": 5} | WITHOUT_GRADIENTS,
+    ],
+    ids=["training", "no_grad", "log_probs", "top_k"],
+)
+def test_the_outline_agrees_to_the_byte(changes: dict[str, Any]) -> None:
+    workload = tuned(**changes)
+    outlined = {(each.iteration, each.phase): each.bytes for each in outline(workload).phases}
+    estimated = {
+        (peak.iteration, peak.phase): peak.bytes for peak in estimate(workload).ledger.phase_peaks(blocks=False)
+    }
+    assert outlined == estimated

@@ -17,7 +17,7 @@ from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
-from labkit.memory.layers.outputs import hidden_state_outputs, mean_square_loss
+from labkit.memory.layers.outputs import hand_over, mean_square_loss, pass_outputs
 from labkit.memory.layers.prefix_tree import tree_delta_net
 from labkit.memory.layers.rotary import rotary_table
 from labkit.memory.layers.sizes import Sizes
@@ -124,18 +124,23 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     with tape.module("", kind="head"):
         if workload.training.runtime == "lora":
-            tape.exit = hidden_state_outputs(tape, workload, sizes, tape.entry)
+            tape.exit = pass_outputs(tape, workload, sizes, tape.entry)
         else:
             head_and_loss(tape, workload, sizes, tape.entry)
     return tape
 
 
 def record_loss(workload: Workload, sizes: Sizes) -> Tape:
-    """What the caller of the `lora` runtime runs after the model."""
-    tape = _tape(workload)
+    """What the caller of the `lora` runtime does with the model's outputs."""
+    tape, outputs = _tape(workload), record_back(workload, sizes).exit
+    if outputs is None:
+        raise ValueError("only the lora runtime has outputs")
     with tape.module("loss", kind="head"):
-        tape.entry = tape.value("hidden_states", (workload.batch.sequences.logical_rows, sizes.hidden))
-        mean_square_loss(tape, workload, tape.entry)
+        tape.entry = tape.value(outputs.name, outputs.shape, outputs.dtype)
+        if workload.training.differentiates:
+            mean_square_loss(tape, workload, tape.entry)
+        else:
+            hand_over(tape, tape.entry)
     return tape
 
 

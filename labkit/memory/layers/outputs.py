@@ -3,27 +3,99 @@
 from labkit.memory.layers.linear import norm, norm_parameters
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Workload
+from labkit.workload import Lora, Workload
 
 
-def hidden_state_outputs(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
-    """Final norm, then the hidden states of every sequence: (logical rows, hidden), on each rank.
-
-    A shared prefix is repeated for each sequence; context-parallel ranks exchange their rows.
-    """
+def pass_outputs(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """Final norm, then what `training.lora.outputs` says of every token of every sequence, on each rank."""
+    lora, model = workload.training.lora, workload.model
+    if lora is None:
+        raise ValueError("only the lora runtime has outputs")
     with tape.module("decoder"), tape.module("final_layernorm"):
-        norm_parameters(tape, workload.model, sizes.hidden, replicated=sizes.sp > 1)
-        normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
+        norm_parameters(tape, model, sizes.hidden, replicated=sizes.sp > 1)
+        normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
         if sizes.sp > 1:
             gathered = tape.value("gathered", (sizes.tokens, sizes.hidden))
             tape.op("gather_from_sequence_parallel", [normed], [gathered])
             normed = gathered
-    if workload.model.untie_embeddings_and_output_weights:
+    if model.untie_embeddings_and_output_weights:
         tape.parameter("output_layer.weight", (workload.padded_vocab_size // sizes.tp, sizes.hidden))
     with tape.module("outputs"):
-        outputs = tape.value("hidden_states", (workload.batch.sequences.logical_rows, sizes.hidden))
-        tape.op("select_sequences", [normed], [outputs])
-    return outputs
+        states = _hidden_states(tape, workload, sizes, normed)
+        if lora.outputs == "hidden_states":
+            return states
+        return _of_vocabulary(tape, workload, sizes, lora, states)
+
+
+def _hidden_states(tape: Tape, workload: Workload, sizes: Sizes, normed: Value) -> Value:
+    """(logical rows, hidden): a shared prefix is repeated, context-parallel ranks exchange their rows."""
+    states = tape.value("hidden_states", (workload.batch.sequences.logical_rows, sizes.hidden))
+    tape.op("select_sequences", [normed], [states])
+    return states
+
+
+def _of_vocabulary(tape: Tape, workload: Workload, sizes: Sizes, lora: Lora, states: Value) -> Value:
+    """Chunk by chunk the vocabulary-parallel logits, and what is made of them; the chunks' results are joined.
+
+    As PyTorch computes it: `logits.float()`, its maximum and the sum of its exponentials over the ranks; the likeliest
+    candidates and whole logits need the gathered vocabulary.
+    """
+    rows = workload.batch.sequences.logical_rows
+    parts: list[list[Value]] = []
+    for first in range(0, rows, lora.output_chunk_rows):
+        chunk = min(lora.output_chunk_rows, rows - first)
+        logits = tape.value("logits", (chunk, workload.padded_vocab_size // sizes.tp))
+        tape.op(
+            "output_layer", [states], [logits], library="aten_matmul", flops=2 * chunk * logits.shape[1] * sizes.hidden
+        )
+        if lora.outputs == "log_probs":
+            parts.append([_log_probs(tape, logits)])
+        elif lora.outputs == "top_k":
+            parts.append(_candidates(tape, _gathered(tape, workload, sizes, logits), lora.top_k or 1))
+        else:
+            parts = [[_gathered(tape, workload, sizes, logits)]]  # the caller has dropped the chunk before
+    if lora.outputs == "logits":
+        return parts[0][0]
+    joined: list[Value] = []
+    for pieces in zip(*parts, strict=True):
+        whole = tape.value(pieces[0].name, (rows, *pieces[0].shape[1:]), pieces[0].dtype)
+        tape.op("cat", pieces, [whole], keeps=[whole] if joined else [])  # the first is handed over
+        joined.append(whole)
+    tape.hold([piece for part in parts for piece in part])
+    return joined[0]
+
+
+def _log_probs(tape: Tape, logits: Value) -> Value:
+    """Log-probability of each token's successor (rows,) in fp32."""
+    widened, exponentials = (tape.buffer(name, logits.shape, "fp32") for name in ("fp32_logits", "exponentials"))
+    out = tape.value("log_probs", logits.shape[:1], "fp32")
+    tape.op("log_probs", [logits], [out], temporaries=[widened, exponentials])
+    return out
+
+
+def _candidates(tape: Tape, logits: Value, count: int) -> list[Value]:
+    """Log-probabilities (rows, count) in fp32 and ids in int64 of the likeliest."""
+    shape = (logits.shape[0], count)
+    widened, normalised = (tape.buffer(name, logits.shape, "fp32") for name in ("fp32_logits", "log_softmax"))
+    out = [tape.value("top_log_probs", shape, "fp32"), tape.value("top_ids", shape, "int64", grad=False)]
+    tape.op("top_k", [logits], out, temporaries=[widened, normalised])
+    return out
+
+
+def _gathered(tape: Tape, workload: Workload, sizes: Sizes, logits: Value) -> Value:
+    """Logits over the whole vocabulary."""
+    if sizes.tp == 1:
+        return logits
+    whole = tape.value("gathered_logits", (logits.shape[0], workload.padded_vocab_size))
+    ranks = tape.buffer("gathered_ranks", whole.shape)
+    received = sizes.from_tensor_ranks(whole.bytes)
+    tape.op("gather_from_tensor_ranks", [logits], [whole], temporaries=[ranks], communicated_bytes=received)
+    return whole
+
+
+def hand_over(tape: Tape, outputs: Value) -> None:
+    """The caller of a pass without gradients keeps `outputs` for a while."""
+    tape.op("hand_over", [outputs], [], keeps=[outputs])
 
 
 def mean_square_loss(tape: Tape, workload: Workload, outputs: Value) -> None:
