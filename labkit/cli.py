@@ -69,13 +69,21 @@ def estimate(
         Path | None,
         typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of measured peaks that may raise it."),
     ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option("--stage", min=0, help="Which pipeline stage.", show_default="the one that holds most"),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
     from labkit.memory.estimate import estimate as estimated
     from labkit.workload import Workload
 
-    result = estimated(Workload.load(workload))
+    checked = Workload.load(workload)
+    stages = checked.parallelism.pp
+    if stage is not None and stage >= stages:
+        raise InputError(f"--stage {stage}: the pipeline has {stages} stages; use 0 to {stages - 1}")
+    result = estimated(checked, stage)
     if profiles is not None:
         from labkit.memory.profiles import Profiles
 

@@ -125,6 +125,16 @@ class PeakRange(Part):
     """The open fields that move it."""
 
 
+class StagePeak(Part):
+    """The peak of a pipeline stage's ranks."""
+
+    stage: NonNegativeInt
+    rank: NonNegativeInt
+    """The first of them."""
+    layers: NonNegativeInt
+    peak_tensor_bytes: NonNegativeInt
+
+
 class Summary(Part):
     """The documented `--json` object of `labkit estimate` and `labkit trace` (see docs/json.md)."""
 
@@ -151,6 +161,8 @@ class Summary(Part):
     """What an estimate sets aside above the peak (`labkit.memory.margin`); not part of it."""
     fits: bool
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
+    stages: Many[StagePeak] = ()
+    """Every pipeline stage, where there are several and they are estimated."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
     raised: str | None = None
@@ -192,12 +204,20 @@ class Summary(Part):
                 f"{phase.peak_tensor_bytes / GIB:.3f}",
             )
         yield phases
+        if self.stages:
+            stages = Table(title="Peak of each stage (tensors, GiB)", title_justify="left")
+            for heading in ("stage", "first rank", "layers", "tensors"):
+                stages.add_column(heading, justify="right")
+            for each in self.stages:
+                peak = f"{each.peak_tensor_bytes / GIB:.3f}"
+                stages.add_row(str(each.stage), str(each.rank), str(each.layers), peak)
+            yield stages
         if self.ranges:
             ranges = Table(title="What the workload does not state (peak, GiB)", title_justify="left")
             for heading in ("field", "peak with each value", "why it is open"):
                 ranges.add_column(heading, overflow="fold")
-            for each in self.ranges:
-                ranges.add_row(each.field, each.peaks, each.cause)
+            for open_field in self.ranges:
+                ranges.add_row(open_field.field, open_field.peaks, open_field.cause)
             yield ranges
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")

@@ -1,5 +1,6 @@
 """The command line as its users meet it: exit codes, one sentence on stderr, `--json` and nothing else on stdout."""
 
+import json
 import os
 import subprocess
 import sys
@@ -350,7 +351,7 @@ def test_reader_that_leaves_early_is_not_complained_about() -> None:
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_bug_is_one_sentence_and_a_traceback_on_request(debug: str) -> None:
     script = (
-        "import labkit.memory.estimate as e\ndef broken(w): raise ZeroDivisionError('x')\ne.estimate = broken\n"
+        "import labkit.memory.estimate as e\ndef broken(*_): raise ZeroDivisionError('x')\ne.estimate = broken\n"
         f"from labkit.cli import main\nmain(['estimate', {str(MOONLIGHT)!r}])"
     )
     result = process(sys.executable, "-c", script, environment=ENVIRONMENT | {"LABKIT_DEBUG": debug})
@@ -368,3 +369,24 @@ def test_package_is_cheap_to_import_and_names_its_public_parts() -> None:
         "try:\n    labkit.estimat\nexcept AttributeError as error:\n    print(error)"
     )
     assert process(sys.executable, "-c", script) == (0, "module 'labkit' has no attribute 'estimat'\n", "")
+
+
+def test_estimates_the_fullest_pipeline_stage_or_a_stated_one(labkit: Command, tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(
+        "model: moonlight-16b-a3b\n"
+        "parallelism: {world_size: 16, tensor_model_parallel_size: 2, expert_model_parallel_size: 4,"
+        " expert_tensor_parallel_size: 1, pipeline_model_parallel_size: 4, num_layers_in_last_pipeline_stage: 6,"
+        " sequence_parallel: true}\n"
+        "batch: {seq_length: 4096, global_batch_size: 32}\n"
+    )
+    fullest = json.loads(labkit("estimate", str(file), "--json").stdout)
+    stages = fullest["stages"]
+    assert [(stage["rank"], stage["layers"]) for stage in stages] == [(0, 7), (4, 7), (8, 7), (12, 6)]
+    assert max(stages, key=lambda stage: stage["peak_tensor_bytes"])["rank"] == fullest["rank"]
+    last = json.loads(labkit("estimate", str(file), "--stage", "3", "--json").stdout)
+    assert last["rank"] == 12
+    assert last["peak_allocated_bytes"] < fullest["peak_allocated_bytes"]
+    refused = labkit("estimate", str(file), "--stage", "4")
+    assert refused.returncode == 2
+    assert "use 0 to 3" in refused.stderr

@@ -10,11 +10,12 @@ from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
 from labkit.memory.outline import outline
 from labkit.memory.replay import Replay, replay
+from labkit.memory.stages import stage_layers
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.units import chunks, loss_chunk, parameters
 from labkit.memory.writer import Writer
-from labkit.summary import Result, Summary
+from labkit.summary import Result, StagePeak, Summary
 from labkit.workload import Workload
 
 
@@ -32,6 +33,11 @@ class Estimate(Result):
         ledger = Ledger(book.rows(rank, simulated.block_bytes), book.moments)
         super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=simulated.reserved[-1][1])
         self.stage = stage
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The result on one page, with the peaks of all pipeline stages where there are several."""
+        return super().summary.model_copy(update={"stages": stage_peaks(self.workload)})
 
     @cached_property
     def replay(self) -> Replay:
@@ -83,5 +89,19 @@ def estimate(workload: Workload, stage: int | None = None) -> Estimate:
 
 def fullest_stage(workload: Workload) -> int:
     """The pipeline stage whose tensors peak highest; the first of equals."""
-    stages = range(workload.parallelism.pp)
-    return max(stages, key=lambda stage: outline(workload, stage).peak_bytes) if len(stages) > 1 else 0
+    peaks = stage_peaks(workload)
+    return max(peaks, key=lambda peak: peak.peak_tensor_bytes).stage if peaks else 0
+
+
+def stage_peaks(workload: Workload) -> tuple[StagePeak, ...]:
+    """The peaks of the pipeline stages; none where there is one stage alone."""
+    layout = workload.parallelism
+    return tuple(
+        StagePeak(
+            stage=stage,
+            rank=stage * (layout.world_size // layout.pp),
+            layers=sum(map(len, stage_layers(workload, stage))),
+            peak_tensor_bytes=outline(workload, stage).peak_bytes,
+        )
+        for stage in range(layout.pp if layout.pp > 1 else 0)
+    )
