@@ -57,6 +57,13 @@ prose.failures(results.cells)
 tables.asked(question.matrix.control.workload.model_dump(mode="json"))
 
 # %% [markdown]
+# What the control leaves open of the fields that decide memory is estimated at its default; other values would move the
+# peak.
+
+# %%
+prose.left_open(results.left_open)
+
+# %% [markdown]
 # ## The peak of each choice
 
 # %%

@@ -5,8 +5,8 @@ that decides memory but the lengths of the batch) and by its own content. Files 
 processes and machines may learn into one folder at once, in any order, and the same observation twice is one file.
 
 An observation holds for workloads of its signature whose sequences are at least as long and whose micro-batches are at
-least as large: those hold no less. The largest such peak is the estimate's floor. Where the estimate is below it, a row
-of its own with the missing bytes raises it.
+least as large (packed ones: in every count of rows and sequences): those hold no less. The largest such peak is the
+estimate's floor. Where the estimate is below it, a row of its own with the missing bytes raises it.
 """
 
 import hashlib
@@ -42,8 +42,23 @@ class Observation(Part):
 
     def holds_for(self, workload: Workload) -> bool:
         """Whether `workload`, of the same signature, holds at least as much by its lengths."""
-        ours, theirs = self.workload.batch, workload.batch
-        return ours.seq_length <= theirs.seq_length and ours.micro_batch_size <= theirs.micro_batch_size
+        pairs = zip(_lengths(self.workload), _lengths(workload), strict=True)
+        return all(ours <= theirs for ours, theirs in pairs)
+
+
+def _lengths(workload: Workload) -> tuple[int, ...]:
+    """What a batch's memory grows with: rows computed and answered for, sequences, the longest of them."""
+    batch = workload.batch
+    sequences = batch.sequences
+    return (
+        batch.seq_length,
+        batch.micro_batch_size,
+        sequences.rows,
+        sequences.logical_rows,
+        len(sequences.segments),
+        max(sequences.segments),
+        sequences.busiest_rank_rows or 0,
+    )
 
 
 def signature(workload: Workload) -> str:
@@ -54,8 +69,8 @@ def signature(workload: Workload) -> str:
     """
     stated = workload.model_dump(mode="json", exclude_defaults=True)
     del stated["model"]["name"]
-    for length in ("seq_length", "micro_batch_size", "global_batch_size"):
-        stated["batch"].pop(length, None)
+    del stated["batch"]
+    stated["packed"] = workload.batch.packed is not None
     stated["distinct_microbatches"] = workload.distinct_microbatches
     stated["software"] = workload.training.software.model_dump()
     return _digest(stated)

@@ -5,14 +5,15 @@ from typing import Final
 
 import polars as pl
 
-LONGEST_LABEL: Final = 40
+LONGEST_LABEL: Final = 52
+"""Two lines beside a chart."""
 
 
 def display_labels(candidates: Iterable[str]) -> dict[str, str]:
     """A short, distinct, one-line name for each candidate, in the order given.
 
     >>> display_labels(["[moe_act]", "x" * 100])["x" * 100]
-    'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'
+    'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'
     """
     labels: dict[str, str] = {}
     for candidate in candidates:

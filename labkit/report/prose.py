@@ -39,6 +39,13 @@ def conclusion(sentences: tuple[str, ...]) -> Prose:
     return Prose(tuple(sentences), "lead")
 
 
+def left_open(sentences: tuple[str, ...]) -> Prose:
+    """What the control does not state, and where that leaves its estimated peak."""
+    if not sentences:
+        return Prose(("The control states every field that decides its peak.",), "note")
+    return Prose(tuple(sentences), "list")
+
+
 def failures(cells: pl.DataFrame) -> Prose:
     """Which cells have no result for a reason, and the reason.
 

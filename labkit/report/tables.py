@@ -138,9 +138,9 @@ def asked(workload: Mapping[str, Any]) -> GT:
     """What the control is: the fields that differ from their defaults, in Megatron's names.
 
     Args:
-        workload: the control's workload as plain data: a mapping of fields for each part.
+        workload: the control's workload as plain data: a mapping of fields for each part, None for one left out.
     """
-    parts = {part: ", ".join(_fields(values)) for part, values in workload.items()}
+    parts = {part: ", ".join(_fields(values)) for part, values in workload.items() if values is not None}
     shown = pl.DataFrame({"part": list(parts), "fields": list(parts.values())})
     return (
         _table(shown, "asked")

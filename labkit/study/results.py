@@ -67,6 +67,12 @@ class Results:
 
         return frames.contract(self)
 
+    @cached_property
+    def left_open(self) -> tuple[str, ...]:
+        """What the control does not state and its estimate therefore leaves open, in sentences."""
+        summary = self.candidates[0].estimate.ranged
+        return (summary.span, *(f"{each}." for each in summary.ranges)) if summary.ranges else ()
+
     @property
     def observations(self) -> "Iterator[Observation]":
         """Every peak that was traced or published, for `labkit.memory.profiles`."""

@@ -122,6 +122,28 @@ def test_lengths_and_the_models_name_are_no_part_of_the_signature() -> None:
     assert {signature(each) for each in (work(256, 2), work(model=renamed), work(**stated))} == {signature(work())}
 
 
+def pack(lengths: list[int] | None) -> Workload:
+    batch = {"seq_length": sum(lengths or [1024]), "global_batch_size": 1}
+    return Workload.from_mapping(
+        {
+            "model": "qwen3-0.6b",
+            "parallelism": {"world_size": 1},
+            "batch": batch if lengths is None else {**batch, "packed": {"lengths": lengths}},
+            "training": {"runtime": "lora", "lora": {"rank": 1, "optimizer_step": False}},
+        }
+    )
+
+
+def test_a_pack_is_held_against_packs_alone_row_by_row_and_sequence_by_sequence() -> None:
+    seen = observed(pack([512, 256]), PEAK)
+    assert signature(pack([512, 256])) != signature(pack(None))
+    assert signature(pack([512, 256, 64])) == signature(pack([512, 256]))
+    assert seen.holds_for(pack([512, 256, 64]))
+    # As many rows in one sequence, or in more but shorter ones, is not more of everything.
+    assert not seen.holds_for(pack([832]))
+    assert not seen.holds_for(pack([448, 448]))
+
+
 def test_survives_restarts(tmp_path: Path) -> None:
     Profiles(tmp_path).learn(observed(work(), 2 * PEAK))
     code = (

@@ -120,6 +120,18 @@ def test_legends_are_whole_on_a_phone(browser: Browser, report: Path) -> None:
         assert entry["y"] + entry["height"] <= frame["y"] + frame["height"]
 
 
+def test_a_long_list_of_modules_is_whole_beside_the_chart(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(
+        pages.report(frames.cells({"[layernorm, mla_up_proj, mlp, moe_act]": ("ok", None)})), encoding="utf-8"
+    )
+    with Opened(browser, path, width=390) as opened:
+        labels = opened.page.evaluate("Array.from(document.querySelectorAll('.role-axis text'), t => t.textContent)")
+        assert "[layernorm, mla_up_proj,mlp, moe_act]" in labels  # two lines
+        assert "[mla_up_proj, mlp]" in labels
+        assert opened.overflow() == 0
+
+
 def test_charts_follow_the_reader_into_the_dark(browser: Browser, report: Path) -> None:
     with Opened(browser, report) as opened:
         schemes: tuple[Mode, ...] = ("dark", "light")

@@ -37,6 +37,8 @@ def test_a_study_that_was_not_run_is_reported_as_such(tmp_path: Path, monkeypatc
     page = output.read_text()
     assert "<title>Tiny &lt;study&gt;</title>" in page
     assert "0 of 2 cells done, 2 missing" in page
+    assert "by what the workload does not state: " in page
+    assert "routing is not stated, and the router decides how many rows" in page
     assert str(tmp_path) not in page
     notebook = nbformat.read(output.with_suffix(".executed.ipynb"), as_version=4)
     (injected,) = [cell for cell in notebook.cells if "injected-parameters" in cell.metadata.get("tags", ())]

@@ -79,6 +79,7 @@ def test_hostile_text_is_escaped(hostile: str) -> None:
         tables.asked({"model": {"name": hostile}}).as_raw_html(),
         prose.failures(cells)._repr_html_(),
         prose.conclusion((hostile,))._repr_html_(),
+        prose.left_open((hostile,))._repr_html_(),
     ):
         assert hostile not in html
         assert "<script" not in html
@@ -107,3 +108,14 @@ def test_failures_are_named_with_their_reasons() -> None:
 
 def test_failures_say_when_there_are_none() -> None:
     assert prose.failures(frames.cells()).sentences == ("No cell failed.",)
+
+
+def test_what_is_left_open_is_listed_and_what_is_stated_is_said() -> None:
+    assert prose.left_open(("a is open", "b is open")).kind == "list"
+    assert prose.left_open(()).sentences == ("The control states every field that decides its peak.",)
+
+
+def test_parts_that_are_left_out_are_no_rows() -> None:
+    shown = tables.asked({"batch": {"seq_length": 4096}, "routing": None}).as_raw_html()
+    assert "seq_length 4096" in shown
+    assert "routing" not in shown
