@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -64,6 +64,7 @@ def transformer_config(workload: Workload) -> TransformerConfig:
         normalization=model.normalization,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.gated_linear_unit,
+        mtp_num_layers=model.mtp_num_layers,
         activation_func=ACTIVATIONS[model.activation_func],
         add_bias_linear=model.add_bias_linear,
         hidden_dropout=model.hidden_dropout,
@@ -191,7 +192,11 @@ def _chunk(workload: Workload, config: TransformerConfig, vp_stage: int | None) 
     }
     pattern = workload.model.hybrid_layer_pattern
     if pattern is None:
-        model = GPTModel(config, _block_spec(config, vp_stage), **arguments)
+        spec = _block_spec(config, vp_stage)
+        predictions = None
+        if config.mtp_num_layers:
+            predictions = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
+        model = GPTModel(config, spec, mtp_block_spec=predictions, **arguments)
     else:
         model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **arguments)
     model.model_type = ModelType.encoder_or_decoder

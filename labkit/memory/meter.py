@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
-from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, OUTPUTS, SENT_GRADIENT, Script
+from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, OUTPUTS, SENT_GRADIENT, TAKE, Script
 from labkit.memory.units import Chunk, Unit
 
 CacheUse = Literal["hit", "grow", "churn"]
@@ -154,6 +154,8 @@ def _backward_steps(script: Script, let_go: bool, opens: frozenset[str]) -> Iter
     for position, (code, slot, key) in enumerate(script.backward):
         if code == OPEN or (code == ONCE and key in opens):
             yield slot, 1
+        elif code == TAKE:
+            yield slot, -1
         elif code == CLOSE and let_go:
             if slot not in script.kept_behind:
                 yield slot, -1

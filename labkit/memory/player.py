@@ -15,11 +15,13 @@ from labkit.memory.script import (
     GRADIENT_OUT,
     HOLD,
     INPUT,
+    LEAVE,
     LET_GO,
     ONCE,
     OPEN,
     OUTPUTS,
     SENT_GRADIENT,
+    TAKE,
     Script,
     Slot,
 )
@@ -96,6 +98,10 @@ class _Player:
         self._restored: dict[int, list[_Storage]] = {}
         """What restored regions hold, by their first operation."""
         self._gradients: dict[Value, _Storage] = {}
+        self._dummy = _Storage(-1)
+        """The gradient of a weight whose true one is added straight into the gradient buffer."""
+        self._taken = -1
+        """Slot of the weight gradient that another unit has left."""
         self._once: set[str] = set()
         """Keys of what this script allocates once a process."""
         self._label: str | None = None
@@ -134,7 +140,12 @@ class _Player:
             if tape.ops[-1].keeps_gradient:
                 self._steps.append((LET_GO, -1, CALLER))
                 self._hold(self._gradients[loss], CALLER)
+        if tape.takes is not None:
+            self._taken = self._slot(tape.takes, f"{tape.takes.name} gradient")
+            self._gradients[tape.takes] = _Storage(self._taken)
         self._reverse(0, len(tape.ops) - 1, frozenset())
+        if tape.leaves is not None:
+            self._steps.append((LEAVE, self._gradients[tape.leaves].slot or 0, ""))
         if tape.entry is not None:
             gradient = self._gradients[tape.entry]
             self.script.gradient_in = gradient.slot
@@ -342,6 +353,8 @@ class _Player:
         return gradient
 
     def _gradient(self, op: Op, value: Value, flowing: list[_Storage]) -> _Storage:
+        if op.weight is not None and value.is_weight and self._fused_weight_gradients:
+            return self._retain(self._dummy)
         if op.aliases:
             return self._retain(flowing[0])
         if op.gradient_in is not None:
@@ -366,6 +379,8 @@ class _Player:
         (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`); else it is a tensor until it is added.
         """
         buffer = self._tape.buffer("weight gradient", op.weight or ())
+        if not self._fused_weight_gradients and any(value.is_weight for value in op.inputs):
+            return []  # it flows on to the weight
         if not self._fused_weight_gradients:
             return [self._open_buffer(op, buffer) for _ in range(op.weights)]
         dummy = buffer._replace(name="dummy weight gradient")
@@ -443,5 +458,5 @@ class _Player:
 
     def _drop(self, storage: _Storage) -> None:
         if storage.slot is not None:
-            self._steps.append((CLOSE, storage.slot, ""))
+            self._steps.append((TAKE if storage.slot == self._taken else CLOSE, storage.slot, ""))
             storage.slot = None

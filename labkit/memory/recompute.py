@@ -47,6 +47,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "moe_act": (Rule("discard", "mlp.experts.@activation", until="mlp.experts.linear_fc2"),),
     # moe_layer.py, shared_experts_recompute
     "shared_experts": (Rule("checkpoint", "mlp.shared_experts", kind="moe"),),
+    # multi_token_prediction.py, _checkpointed_forward: of full recompute by the uniform method
+    "full": (Rule("checkpoint", "@proj_and_transformer_layer"),),
     # gated_delta_net/gdn.py, norm_out_checkpoint
     "gdn_norm_out": (Rule("discard", "self_attention.@norm_out", until="self_attention.out_proj"),),
 }
@@ -68,7 +70,7 @@ def regions(tape: Tape, labels: Iterable[str], *, checkpointed: bool = False) ->
     if checkpointed:
         return [Region("full", "checkpoint", 0, len(tape.ops) - 1, len(tape.ops) - 1)]
     spans = _spans(tape)
-    layers = {path for path in spans if path.startswith("decoder.layers.") and path.count(".") == _LAYER_DOTS}
+    layers = {path for path in spans if _is_layer(path)}
     found = []
     for label in sorted(labels):
         for rule in RULES[label]:
@@ -80,6 +82,12 @@ def regions(tape: Tape, labels: Iterable[str], *, checkpointed: bool = False) ->
                 until = spans[f"{layer}.{rule.until}"][1] if rule.until else last
                 found.append(Region(label, rule.verb, first, last, until))
     return sorted(found, key=lambda region: (region.first, -region.last))
+
+
+def _is_layer(path: str) -> bool:
+    """A layer of the decoder, of multi-token prediction, or the transformer layer in one of those."""
+    listed = path.startswith(("decoder.layers.", "mtp.layers.")) and path.count(".") == _LAYER_DOTS
+    return listed or path.endswith(".mtp_model_layer")
 
 
 def checkpoints(choice: Recompute, layers: int) -> list[tuple[int, bool]]:

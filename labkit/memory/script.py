@@ -14,7 +14,7 @@ from typing import NamedTuple
 from labkit.ledger import Certainty
 from labkit.memory.tape import Parameter, Shape
 
-OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE = range(7)
+OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE, LEAVE, TAKE = range(9)
 """What a step does.
 
 OPEN slot, CLOSE slot: the pass allocates a tensor, or is done with it.
@@ -23,6 +23,7 @@ FOLLOW slot, key: the slot is kept too if `key` still keeps what this pass of th
 LET_GO key: the module gives up what `key` has held since an earlier forward.
 ONCE slot, key: allocated unless the process has `key` already; kept for good.
 CACHE slot, key: an entry of the cache `key` of this unit's module, which all modules share (`Slot.entries` fit).
+LEAVE slot: a weight's gradient stays for the chunk's first unit. TAKE slot: that unit is done with it.
 """
 
 CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: outputs"

@@ -99,7 +99,8 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
     for position, case in enumerate(cases):
         parts = [number(getattr(case, name)) for name in rest]
         batch = [getattr(case.batch, name) for name in rest_of_batch]
-        if case.training.kernels.attention_backend != "fused":
+        learned = case.model.position_embedding_type == "learned_absolute"
+        if learned or case.training.kernels.attention_backend != "fused":
             batch.append(length_choices(case))
         if case.training.runtime == "lora":
             batch.append(case.batch.seq_length)  # packed batches are no arrays

@@ -45,6 +45,11 @@ class Value:
     """Index of the last forward operation that needs its storage (set by uses and holds)."""
 
     @property
+    def is_weight(self) -> bool:
+        """See `Tape.weight`."""
+        return self.base is self
+
+    @property
     def storage(self) -> "Value":
         """The value that owns its storage: itself unless it is a view."""
         return self if self.base is None else self.base
@@ -152,6 +157,10 @@ class Tape:
     """The residual stream the unit reads; None: it begins with the batch."""
     exit: Value | None = None
     """The residual stream it writes; None: it ends in the loss."""
+    leaves: Value | None = None
+    """A weight whose gradient outlives the unit's backward: the rank's first unit uses the weight too."""
+    takes: Value | None = None
+    """That weight in the first unit, which adds its own part and is done with it."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
     path: str = ""
@@ -206,6 +215,12 @@ class Tape:
         nbytes = rounded(prod(shape) * DTYPE_BYTES[kind])
         certainty = self.routed if routed else "exact"
         return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, certainty)
+
+    def weight(self, name: str, shape: Shape) -> Value:
+        """A weight as an operation's input: its memory is the rank's state, its gradient the pass's."""
+        value = self.value(name, shape)
+        value.base = value
+        return value
 
     def like(self, other: Value, name: str, shape: Shape) -> Value:
         """A tensor of another's dtype, whose rows depend on routing where the other's do."""

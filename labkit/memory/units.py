@@ -121,6 +121,8 @@ class Recorder:
         begin, end = record_front if front else record_received, record_back if back else record_sent
         plan: list[tuple[Tape, bool, int]] = [(self._once(begin), False, 0)]
         first, labels = layers.start, recompute.modules
+        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
+            labels = frozenset(("full",))
         for count, checkpointed in checkpoints(recompute, len(layers)):
             plan += [(tape, checkpointed, first) for tape in self._stretch(first, count, together=checkpointed)]
             first += count

@@ -1,7 +1,21 @@
 """Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
 
 from labkit.memory.book import Book
-from labkit.memory.script import CACHE, CALLERS, CLOSE, FOLLOW, GRADIENT_OUT, HOLD, INPUT, LET_GO, ONCE, OPEN, Slot
+from labkit.memory.script import (
+    CACHE,
+    CALLERS,
+    CLOSE,
+    FOLLOW,
+    GRADIENT_OUT,
+    HOLD,
+    INPUT,
+    LEAVE,
+    LET_GO,
+    ONCE,
+    OPEN,
+    TAKE,
+    Slot,
+)
 from labkit.memory.state import State
 from labkit.memory.units import Chunk, Unit
 
@@ -23,6 +37,8 @@ class Writer:
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """Entries of each slot of each unit, by chunk and micro-batch."""
         self._prefetched: int | None = None
+        self._left: dict[int, int] = {}
+        """Entry of the weight gradient that a chunk's last unit leaves to its first."""
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
@@ -107,6 +123,15 @@ class Writer:
                 self._open(unit, slots[slot], library=True)
             elif code == CACHE:
                 self._cache(unit, slots[slot], key)
+            elif code in (LEAVE, TAKE):
+                self._pass_gradient(code, frame[slot], at[0])
+
+    def _pass_gradient(self, code: int, number: int, index: int) -> None:
+        """A weight's gradient goes from the last unit of chunk `index` to its first."""
+        if code == LEAVE:
+            self._left[index] = number
+        else:
+            self._book.close(self._left.pop(index))
 
     def _holder(self, at: tuple[int, int], key: str) -> tuple[int, int, str]:
         return (-1, -1, key) if key in CALLERS else (*at, key)

@@ -18,7 +18,7 @@ _THREAD_BLOCKS_OF_MULTIPROCESSOR = 2
 
 
 class LengthChoices(NamedTuple):
-    """How attention runs at one pair of micro-batch size and sequence length."""
+    """How a model runs at one pair of micro-batch size and sequence length."""
 
     one_sequence: bool
     """A micro-batch of one: to swap its batch and sequence dimensions is no copy."""
@@ -28,6 +28,8 @@ class LengthChoices(NamedTuple):
     """Transformer Engine's own kernel unpacks interleaved queries, keys and values for flash-attention."""
     flash_splits: int
     """Parts of the keys that flash-attention's forward works on side by side."""
+    learned_positions: int
+    """Rows of the table of learned positions: Megatron's `max_sequence_length`."""
 
 
 def length_choices(workload: "Workload") -> LengthChoices:
@@ -41,6 +43,7 @@ def length_choices(workload: "Workload") -> LengthChoices:
         softmax_kernel_takes(batch, heads, sequence),
         batch * sequence >= _FEWEST_PREPARED_ROWS,
         flash_splits(batch, heads, sequence, model.head_width, multiprocessors),
+        sequence if model.position_embedding_type == "learned_absolute" else 0,
     )
 
 

@@ -37,19 +37,19 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     """
     if workload.training.runtime == "lora":
         return
-    model, layout, kernels = workload.model, workload.parallelism, workload.training.kernels
+    model, layout = workload.model, workload.parallelism
     experts = model.mixture_of_experts is not None
     refused = {
-        "model.mtp_num_layers": (model.mtp_num_layers is not None, "multi-token prediction"),
+        "model.mtp_num_layers": (
+            model.mtp_num_layers is not None
+            and (layout.pp > 1 or layout.cp > 1 or model.hybrid_layer_pattern is not None),
+            "multi-token prediction with a pipeline, context parallelism or a hybrid pattern",
+        ),
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
-        "model.untie_embeddings_and_output_weights": (not model.untie_embeddings_and_output_weights, "tied embeddings"),
-        "model.position_embedding_type": (model.position_embedding_type == "learned_absolute", "learned_absolute"),
         "parallelism.context_parallel_size": (
             layout.cp != 1 and model.mtp_num_layers is not None,
             f"{layout.cp} with multi-token prediction",
         ),
-        "training.kernels.cross_entropy_loss_fusion": (not kernels.cross_entropy_loss_fusion, "no fusion"),
-        "training.kernels.cross_entropy_fusion_impl": (kernels.cross_entropy_fusion_impl != "te", "native"),
     }
     for field, (broken, what) in refused.items():
         if broken:
@@ -269,7 +269,7 @@ def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
 
 
 def _recompute(workload: "Workload") -> Iterator[Finding]:
-    choice, field = workload.recompute, "recompute.recompute_modules"
+    choice, model, field = workload.recompute, workload.model, "recompute.recompute_modules"
     if choice.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(choice, name) is None:
@@ -281,6 +281,9 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
                 )
         if choice.recompute_modules:
             yield Finding("warning", field, "full recompute supersedes the list", "leave recompute_modules out")
+        if model.mtp_num_layers and choice.recompute_method == "uniform" and choice.recompute_num_layers != 1:
+            reason = "layers of multi-token prediction are recomputed one by one"
+            yield Finding("error", "recompute.recompute_num_layers", reason, "use 1, or recompute_method: block")
         return
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(choice, name) is not None:

@@ -171,6 +171,7 @@ DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_
         {"model__gated_linear_unit": False} | DENSE,
         {"model__gated_linear_unit": False, "model__activation_func": "gelu"} | DENSE,
         {"model__hidden_dropout": 1.0},
+        {"model__mtp_num_layers": 1, "recompute": full("uniform", 2)},
         {"model__add_bias_linear": True, "recompute": selective("mlp")} | DENSE,
         {"batch__seq_length": -(16**5000)},
     ],
@@ -197,6 +198,8 @@ def test_what_megatron_or_memory_cannot_run_is_refused(changes: dict[str, object
         {"model__gated_linear_unit": False, "model__activation_func": "gelu", "model__add_bias_linear": True} | DENSE,
         {"model__activation_func": "squared_relu", "training__kernels__bias_activation_fusion": False} | DENSE,
         {"model__add_bias_linear": True, "recompute": full("uniform", 1)} | DENSE,
+        {"model__mtp_num_layers": 1, "recompute": full("block", 2)},
+        {"model__untie_embeddings_and_output_weights": False, "model__position_embedding_type": "learned_absolute"},
         {"model__ffn_hidden_size": 513, f"{MOE}moe_layer_freq": 1},
     ],
 )

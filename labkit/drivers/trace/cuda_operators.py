@@ -11,6 +11,7 @@ from labkit.drivers.trace.patches import Replacement
 def replacements() -> Iterator[Replacement]:
     """What a step calls of them; imports Megatron Core."""
     from megatron.core import activations
+    from megatron.core.fusions import fused_cross_entropy
 
     yield Replacement(
         torch.nn.functional,
@@ -24,6 +25,12 @@ def replacements() -> Iterator[Replacement]:
         _SquaredReLU.apply,
         "its output; compiled it saves its input, which is cheaper than its intermediate",
     )
+    yield Replacement(
+        fused_cross_entropy,
+        "calculate_gradients",
+        _with_scattered_copy(fused_cross_entropy.calculate_gradients),
+        "one more fp32 copy of the logits: Inductor cannot scatter in place into a view of its input",
+    )
 
 
 def _dropout(original: Any) -> Any:
@@ -35,6 +42,16 @@ def _dropout(original: Any) -> Any:
         return output
 
     return dropout
+
+
+def _with_scattered_copy(original: Any) -> Any:
+    def calculate_gradients(softmax: torch.Tensor, *arguments: Any) -> Any:
+        scattered = torch.empty_like(softmax)
+        gradient = original(softmax, *arguments)
+        del scattered
+        return gradient
+
+    return calculate_gradients
 
 
 class _SquaredReLU(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from labkit.ledger import Certainty
 from labkit.memory.layers.attention import self_attention
-from labkit.memory.layers.ends import embedding, head_and_loss
+from labkit.memory.layers.ends import back, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
 from labkit.memory.layers.mamba import mamba
@@ -25,6 +25,7 @@ from labkit.memory.layers.unfused import causal_mask
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Routing, Workload
 from labkit.workload.model import Mixer, MlpKind
+from labkit.workload.routing import busiest_share
 
 type Half = Mixer | MlpKind
 """What stands between two points of the residual stream."""
@@ -59,7 +60,7 @@ def record_front(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs before its layers: the embedding."""
     tape = _tape(workload)
     with tape.module("embedding", kind="embedding"):
-        tape.exit = embedding(tape, workload, sizes)
+        tape.exit = front(tape, workload, sizes)
     return tape
 
 
@@ -126,8 +127,18 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
         if workload.training.runtime == "lora":
             tape.exit = pass_outputs(tape, workload, sizes, tape.entry)
         else:
-            head_and_loss(tape, workload, sizes, tape.entry)
+            back(tape, workload, sizes, tape.entry, lambda hidden: _last_layer(tape, workload, sizes, hidden))
     return tape
+
+
+def _last_layer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """A layer like the decoder's last: that of multi-token prediction."""
+    last = workload.model.layers[-1]
+    if last.mixer is not None:
+        hidden = _mixer(tape, workload, sizes, hidden, last.mixer)
+    if last.mlp == "moe":
+        return _moe(tape, workload, sizes, hidden, busiest_share(workload, workload.model.num_layers - 1))
+    return _mlp(tape, workload, sizes, hidden)
 
 
 def record_loss(workload: Workload, sizes: Sizes) -> Tape:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, gdn, hybrid, mamba, mlp, moe, moonlight, state
+from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, state
 
 FAMILIES = {
     "attention": attention,
+    "ends": ends,
     "gdn": gdn,
     "hybrid": hybrid,
     "mamba": mamba,

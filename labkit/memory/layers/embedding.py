@@ -1,0 +1,105 @@
+"""Embedding (Megatron Core `models/common/embeddings/language_model_embedding.py`, `tensor_parallel/layers.py`)."""
+
+from collections.abc import Mapping
+
+from labkit.memory.layers.linear import dropout
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.tape import Tape, Value
+from labkit.workload import Workload
+
+
+def embedding_parameters(tape: Tape, workload: Workload, sizes: Sizes) -> None:
+    """In the order `LanguageModelEmbedding` registers them."""
+    tape.parameter("word_embeddings.weight", (workload.padded_vocab_size // sizes.tp, sizes.hidden))
+    if workload.model.position_embedding_type == "learned_absolute":
+        tape.parameter("position_embeddings.weight", (sizes.choices.learned_positions, sizes.hidden))
+
+
+def embedding(tape: Tape, workload: Workload, sizes: Sizes, weight: Value, ids: Mapping[str, Value]) -> Value:
+    """Token ids to hidden states (shard rows, hidden) (`LanguageModelEmbedding.forward`).
+
+    `ids` are the tensors of the batch it saves (`saved_ids`), by name; `weight` is that of the words.
+    """
+    model = workload.model
+    learned = model.position_embedding_type == "learned_absolute"
+    with tape.module("word_embeddings"):
+        words = _words(tape, sizes, weight, ids)
+        if not learned and sizes.sp > 1:
+            words = _reduce_scattered(tape, workload, sizes, words)
+    out, held = words, [words]
+    if learned:
+        positions = _positions(tape, sizes, ids["position_ids"])
+        held.append(positions)
+        out = tape.value("embeddings", (sizes.tokens, sizes.hidden))
+        tape.op("add", [words, positions], [out], aliases=True)
+    if learned or sizes.sp == 1:
+        out = _sequence_first(tape, workload, out)
+    if sizes.sp > 1:
+        # Cloned so that the scattered view does not keep the whole alive; backward gathers what it scattered.
+        clone = tape.value("hidden_states", (sizes.shard, sizes.hidden))
+        tape.op("clone", [out], [clone], aliases=not learned)
+        out = clone
+    if model.hidden_dropout > 0:
+        with tape.module("embedding_dropout"):
+            out = dropout(tape, out)
+    # Local variables of LanguageModelEmbedding.forward live until it returns.
+    tape.hold(held)
+    return out
+
+
+def saved_ids(workload: Workload) -> list[str]:
+    """Which tensors of the batch an embedding saves; over several ranks it saves the words of its share instead."""
+    words = ["tokens"] if workload.parallelism.tp == 1 else []
+    return [*words, "position_ids"] if workload.model.position_embedding_type == "learned_absolute" else words
+
+
+def shared_weight(workload: Workload) -> bool:
+    """Whether the output layer of this rank multiplies with the embedding's weight."""
+    return not workload.model.untie_embeddings_and_output_weights and workload.parallelism.pp == 1
+
+
+def word_weight(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
+    """The words' weight: its gradient is a whole tensor, made outside any fused accumulation."""
+    return tape.weight("word_embeddings.weight", (workload.padded_vocab_size // sizes.tp, sizes.hidden))
+
+
+def _words(tape: Tape, sizes: Sizes, weight: Value, ids: Mapping[str, Value]) -> Value:
+    """Vocabulary-parallel lookup (tokens, hidden), summed in place over the ranks unless it is reduce-scattered.
+
+    Saves the ids: over several ranks those of the rank's share, and which ids are not in it.
+    """
+    lookup = tape.value("lookup", (sizes.tokens, sizes.hidden))
+    if not sizes.trains:
+        tape.op("embedding", [], [lookup])
+    elif sizes.tp == 1:
+        tape.op("embedding", [weight, ids["tokens"]], [lookup], saves=[ids["tokens"]])
+    else:
+        mask = tape.value("input_mask", (sizes.tokens,), "bool", grad=False)
+        masked = tape.value("masked_input", (sizes.tokens,), "int64", grad=False)
+        gradient = tape.buffer("masked_gradient", (sizes.tokens, sizes.hidden))
+        tape.op("embedding", [weight], [lookup, mask, masked], saves=[mask, masked], backward_temporaries=[gradient])
+    return lookup
+
+
+def _positions(tape: Tape, sizes: Sizes, ids: Value) -> Value:
+    """Learned absolute positions (tokens, hidden), on each rank in full (`torch.nn.Embedding`)."""
+    with tape.module("position_embeddings"):
+        gradient = tape.buffer("weight_gradient", (sizes.choices.learned_positions, sizes.hidden))
+        positions = tape.value("positions", (sizes.tokens, sizes.hidden))
+        tape.op("embedding", [ids], [positions], saves=[ids], backward_temporaries=[gradient])
+    return positions
+
+
+def _sequence_first(tape: Tape, workload: Workload, x: Value) -> Value:
+    """(batch, sequence, hidden) to (sequence, batch, hidden): a copy where there are several sequences."""
+    if workload.batch.micro_batch_size == 1:
+        return x
+    copy = tape.value("transposed", x.shape)
+    tape.op("transpose", [x], [copy], aliases=True)
+    return copy
+
+
+def _reduce_scattered(tape: Tape, workload: Workload, sizes: Sizes, words: Value) -> Value:
+    reduced = tape.value("reduced", (sizes.shard, sizes.hidden))
+    tape.op("reduce_scatter", [_sequence_first(tape, workload, words)], [reduced])
+    return reduced
