@@ -72,7 +72,7 @@ def read(path: Path, known: Path | None = None) -> list[Cell]:
 
     Args:
         path: CSV with the columns of `data/published/h200_lora_peaks.csv`.
-        known: Another such file; its baselines also tell what a fresh process holds.
+        known: Another such file; its cells also tell what a fresh process holds and which cell came first.
 
     Raises:
         InputError: the file cannot be read, a column or a model is unknown, or a row makes no workload.
@@ -80,7 +80,7 @@ def read(path: Path, known: Path | None = None) -> list[Cell]:
     rows = [row for row in _rows(path) if row["status"] == "measured"]
     more = [row for row in _rows(known) if row["status"] == "measured"] if known else []
     fresh = _fresh_baselines([*rows, *more])
-    shortest = _shortest(rows)
+    shortest = _shortest([*rows, *more])
     return [_cell(row, f"{path}, case {row['case']}", fresh, shortest) for row in rows]
 
 
