@@ -2,7 +2,7 @@
 
 `torch.cuda.memory_allocated` counts whole blocks, not tensors, and `memory_reserved` counts segments, so both are
 found by replaying the allocations through the allocator's own rules (PyTorch `c10/cuda/CUDACachingAllocator.cpp`,
-one stream, no garbage collection, `max_split_size_mb` unset):
+each stream alone, no garbage collection, `max_split_size_mb` unset):
 
 - requests are rounded up to 512 bytes; up to 1 MiB they come from the small pool (segments of 2 MiB), larger ones
   from the large pool (segments of 20 MiB below 10 MiB, else the request rounded up to 2 MiB);
@@ -15,7 +15,8 @@ per pool; the growth is modelled as whole 20 MiB (large) or 2 MiB (small) pages 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from labkit.ledger import UNIT, rounded
@@ -153,3 +154,27 @@ def simulate(events: Iterable[tuple[int, int]], *, expandable_segments: bool = F
         if allocator.reserved != before:
             reserved.append((index, allocator.reserved))
     return Simulated(blocks, reserved)
+
+
+def simulate_streams(events: Sequence[tuple[int, int]], stream_of: Sequence[int]) -> Simulated:
+    """Replay `events` (see `simulate`), the allocation of serial n on stream `stream_of[n - 1]`.
+
+    The caching allocator reuses a block only on the stream it was made on (`BlockComparatorSize` and `get_free_block`
+    in `CUDACachingAllocator.cpp`), so the streams are replayed one by one. That a block which another stream has used
+    (`record_stream`) is reused a little later is not modelled.
+    """
+    places: dict[int, list[int]] = {}
+    for place, (serial, _) in enumerate(events):
+        places.setdefault(stream_of[abs(serial) - 1], []).append(place)
+    blocks: dict[int, int] = {}
+    growth: list[tuple[int, int]] = []
+    for indices in places.values():
+        alone = simulate(events[index] for index in indices)
+        blocks |= alone.block_bytes
+        before = 0
+        for index, reserved in alone.reserved:
+            growth.append((indices[index], reserved - before))
+            before = reserved
+    growth.sort()
+    totals = accumulate(nbytes for _, nbytes in growth)
+    return Simulated(blocks, [(place, total) for (place, _), total in zip(growth, totals, strict=True)])

@@ -35,6 +35,8 @@ class Book:
         self.entries: list[Entry] = []
         self.events: list[tuple[int, int]] = []
         """Allocations `(entry number, bytes)` and frees `(-entry number, 0)`, entry numbers from 1."""
+        self.streams: list[int] = []
+        """The stream of each entry's block: 0 but for what Megatron makes on a stream of its own."""
         self.moments: list[Moment] = []
         self.phase = ""
         self._clock = 0
@@ -58,6 +60,7 @@ class Book:
         certainty: Certainty = "exact",
         recompute: str | None = None,
         count: int = 1,
+        stream: int = 0,
     ) -> int:
         """Write down a new tensor; returns its number."""
         self._clock += 1
@@ -81,6 +84,7 @@ class Book:
         )
         number = len(self.entries)
         self.events.append((number, nbytes))
+        self.streams.append(stream)
         return number
 
     def bytes_of(self, number: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from labkit.allocator import simulate
+from labkit.allocator import simulate_streams
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
@@ -28,7 +28,7 @@ class Estimate(Result):
         model, book = chunks(workload, stage), Book()
         state = State([parameters(chunk) for chunk in model], workload, stage)
         run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
-        simulated = simulate(book.events)
+        simulated = simulate_streams(book.events, book.streams)
         rank = stage * (workload.parallelism.world_size // workload.parallelism.pp)
         ledger = Ledger(book.rows(rank, simulated.block_bytes), book.moments)
         super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=simulated.reserved[-1][1])

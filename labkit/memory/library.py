@@ -1,12 +1,12 @@
 """Workspaces that libraries allocate from PyTorch's allocator at first use and keep for the process.
 
-Transformer Engine takes 32 MiB + 1 KiB for its GEMMs and four of them for grouped GEMMs
-(`transformer_engine/pytorch/module/base.py`, `cpp_extensions/gemm.py`, compute capability 9 and up); PyTorch takes
-32 MiB for each cuBLAS handle, one in the forward thread and one in autograd's
+Transformer Engine takes 32 MiB + 1 KiB for its GEMMs, the moment a `Linear` has its weight or else at the first GEMM,
+and four of them for grouped GEMMs (`transformer_engine/pytorch/module/linear.py`, `cpp_extensions/gemm.py`, compute
+capability 9 and up); PyTorch takes 32 MiB for each cuBLAS handle, one in the forward thread and one in autograd's
 (`aten/src/ATen/cuda/CublasHandlePool.cpp`, compute capability 9).
 """
 
-from labkit.memory.tape import Buffer, Library
+from labkit.memory.tape import Buffer, Library, Parameter
 from labkit.workload.gpu import MIB
 
 _TE_GROUPED_STREAMS = 4
@@ -21,6 +21,17 @@ _TE_GROUPED = [
     (f"te_grouped_gemm {stream}", _workspace("Transformer Engine grouped GEMM workspace", 32 * MIB + 1024))
     for stream in range(_TE_GROUPED_STREAMS)
 ]
+
+
+_LINEARS = frozenset(("linear_proj", "out_proj", "linear_fc2"))
+"""Modules that are a `Linear`: each layer's first has one of these names, experts' grouped linears apart."""
+
+
+def built_with(parameter: Parameter) -> list[tuple[str, Buffer]]:
+    """What the module of a parameter takes as soon as it is built: (key within the process, workspace)."""
+    module, _, name = parameter.name.rpartition(".")
+    linear = name == "weight" and module.rpartition(".")[2] in _LINEARS
+    return _TE_GEMM if linear and not parameter.expert and ".experts." not in module else []
 
 
 def workspaces(library: Library | None, *, backward: bool) -> list[tuple[str, Buffer]]:

@@ -215,6 +215,10 @@ class Meter:
         self.peak = self._larger(self.peak, self.level + change.peak)
         self.level = self.level + change.net
 
+    def taken(self, once: frozenset[str]) -> None:
+        """What the process allocates once, and has allocated."""
+        self._once |= once
+
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> Any:
         """Forward pass of model chunk `index`; returns the bytes it leaves for its backward."""
         self.level = self.level - self.prefetched

@@ -112,6 +112,7 @@ class _Levels:
 
     def set_up(self) -> None:
         self._meter.add(self._state.set_up)
+        self._meter.taken(self._state.workspaces)
 
     def zero_gradients(self) -> None:
         if self._iteration:
@@ -182,6 +183,8 @@ class _StateChanges(NamedTuple):
     zero_gradients: Change
     """At the start of a step that is not the first."""
     later_step: Change
+    workspaces: frozenset[str]
+    """Keys of those that setup takes."""
 
 
 @dataclass(frozen=True)
@@ -201,5 +204,12 @@ class _StateKey:
 def _state_changes(key: _StateKey) -> _StateChanges:
     state = State([parameters(chunk) for chunk in key.chunks], key.workload, key.stage)
     tally = _Tally(key.size)
-    acts = (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
-    return _StateChanges(*map(tally.change, acts))
+    # In the order they happen: what was opened in one is closed in another.
+    return _StateChanges(
+        set_up=tally.change(state.set_up),
+        sync_gradients=tally.change(state.sync_gradients),
+        first_step=tally.change(state.step),
+        zero_gradients=tally.change(state.zero_gradients),
+        later_step=tally.change(state.step),
+        workspaces=frozenset(state.workspaces),
+    )

@@ -10,8 +10,10 @@ from math import lcm
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
+from labkit.memory.library import built_with
 from labkit.memory.optimizer import Shard, ShardedOptimizer
 from labkit.memory.tape import DTYPE_BYTES, Parameter
+from labkit.memory.tape import Buffer as Workspace
 from labkit.workload import Workload
 
 _PARAMETER_ALIGNMENT = 64
@@ -108,6 +110,9 @@ class State:
             for buffer in buffers([each for each in chunk if each.trainable], workload, bucketed=stage == index == 0)
             if training.steps_optimizer
         ]
+        self._megatron = training.runtime == "megatron"
+        self.workspaces: set[str] = set()
+        """Keys of the library workspaces taken while the model was built (`labkit.memory.library`)."""
         self._gathers = training.data_parallel.use_distributed_optimizer
         self._dtype = training.precision
         self._gradient_dtype = "fp32" if training.data_parallel.grad_reduce_in_fp32 else self._dtype
@@ -117,9 +122,13 @@ class State:
     def set_up(self, book: Book) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
         moving = {parameter for buffer in self._buffers if self._gathers for parameter in buffer.parameters}
-        built = {
-            parameter: self._open_parameter(book, parameter, parameter in moving) for parameter in self._parameters
-        }
+        built = {}
+        for parameter in self._parameters:
+            built[parameter] = self._open_parameter(book, parameter, parameter in moving)
+            for key, workspace in built_with(parameter) if self._megatron else ():
+                if key not in self.workspaces:
+                    self.workspaces.add(key)
+                    self._open_workspace(book, workspace)
         for buffer in self._buffers:
             if self._gathers:
                 self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
@@ -142,9 +151,21 @@ class State:
             lifetime="transient" if moves else "state",
         )
 
+    def _open_workspace(self, book: Book, workspace: Workspace) -> None:
+        book.open(
+            workspace.name,
+            workspace.shape,
+            workspace.dtype,
+            workspace.bytes,
+            module="",
+            kind="library",
+            lifetime="workspace",
+        )
+
     def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
-        book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state")
+        # `megatron.training.get_model` wraps the model on a stream of its own.
+        book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state", stream=1)
 
     def zero_gradients(self, book: Book) -> None:
         """Start of a step."""

@@ -50,6 +50,7 @@ class Writer:
     def set_up(self) -> None:
         """Build the model, the gradient buffers and the optimizer."""
         self._state.set_up(self._book)
+        self._once |= self._state.workspaces
 
     def zero_gradients(self) -> None:
         """A step begins."""

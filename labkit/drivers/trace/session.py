@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.allocator import Simulated
+from labkit.allocator import Simulated, simulate_streams
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
 from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches
-from labkit.drivers.trace.blocks import simulate_streams
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace

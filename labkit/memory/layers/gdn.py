@@ -206,28 +206,20 @@ def _delta_rule(tape: Tape, run: Recurrence, heads: Heads, inputs: Sequence[Valu
     keys, values = (rows, heads.values * heads.key_width), (rows, heads.value)
     cumulative = tape.value("g_cumulative", decay.shape, "fp32", grad=False)
     solved = tape.value("A", (rows, heads.values, CHUNK), grad=False)
+    made_again = {"w": keys, "u": values, "h": states, "v_new": values}
+    chunks = [tape.value(name, shape, grad=False) for name, shape in made_again.items()]
+    tape.op("solve_chunks", [key, value, decay, beta], [cumulative, solved, *chunks])
     out = tape.value("core_attn_out", values)
-    forward = [
-        tape.buffer("w", keys),
-        tape.buffer("u", values),
-        tape.buffer("h", states),
-        tape.buffer("v_new", values),
-    ]
-    backward = [
-        *forward,
-        tape.buffer("dh", states),
-        tape.buffer("dv2", values),
-        tape.buffer("dw", keys),
-        tape.buffer("dk2", keys),
-        tape.buffer("dg2", decay.shape, "fp32"),
-    ]
+    backward = {**made_again, "dh": states, "dv2": values, "dw": keys, "dk2": keys}
     tape.op(
         "chunk_gated_delta_rule",
-        inputs,
-        [cumulative, solved, out],
+        [*inputs, cumulative, solved, *chunks],
+        [out],
         saves=[query, key, value, cumulative, beta, solved],
-        temporaries=forward,
-        backward_temporaries=backward,
+        backward_temporaries=[
+            *(tape.buffer(name, shape) for name, shape in backward.items()),
+            tape.buffer("dg2", decay.shape, "fp32"),
+        ],
         flops=_delta_rule_flops(run, heads),
     )
     return out

@@ -62,6 +62,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen": QWEN,
     "qwen, every label": QWEN | {"labels": ["gdn_norm_out", "layernorm", "mlp", "core_attn"]},
     "qwen, full uniform 2": QWEN | {"full": ("uniform", 2)},
+    "qwen, sixteen layers": QWEN | {"model.num_layers": 16},
+    "qwen, two stages": QWEN | {"parallelism.world_size": 4, "parallelism.pipeline_model_parallel_size": 2},
     "qwen with experts": QWEN | MOE,
     "qwen with experts, every label": QWEN
     | MOE
@@ -71,6 +73,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "context parallel, gdn_norm_out": CP | {"labels": ["gdn_norm_out"]},
     "context parallel, full uniform 2": CP | {"full": ("uniform", 2)},
     "context parallel, micro-batch of two": CP | {"batch.micro_batch_size": 2, "batch.global_batch_size": 4},
+    "LayerNorm": {"model.normalization": "LayerNorm"},
     "context parallel alone": CP
     | {
         "parallelism.world_size": 4,

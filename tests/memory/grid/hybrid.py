@@ -71,4 +71,17 @@ CHANGES: dict[str, dict[str, Any]] = {
         "batch.global_batch_size": 4,
     },
     "micro-batch of two": {"batch.micro_batch_size": 2, "batch.global_batch_size": 8},
+    "squared ReLU without gate": {
+        "model.hybrid_layer_pattern": "M-M*-M",
+        "model.activation_func": "squared_relu",
+        "model.gated_linear_unit": False,
+        "training.kernels.bias_activation_fusion": False,
+        "model.mixture_of_experts": None,
+        "parallelism.expert_model_parallel_size": 1,
+    },
+    "two stages": {
+        "parallelism.world_size": 8,
+        "parallelism.pipeline_model_parallel_size": 2,
+        "batch.global_batch_size": 6,
+    },
 }

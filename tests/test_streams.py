@@ -1,4 +1,4 @@
-from labkit.drivers.trace.blocks import simulate_streams
+from labkit.allocator import simulate_streams
 
 MIB = 2**20
 
