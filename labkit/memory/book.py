@@ -87,10 +87,6 @@ class Book:
         self.streams.append(stream)
         return number
 
-    def bytes_of(self, number: int) -> int:
-        """Size of a tensor written down."""
-        return self.entries[number - 1].bytes
-
     def close(self, number: int) -> None:
         """The tensor is free from now on."""
         self._clock += 1

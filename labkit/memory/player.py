@@ -390,6 +390,8 @@ class _Player:
     # -- storages ------------------------------------------------------------------------------------------------
 
     def _libraries(self, op: Op, *, backward: bool) -> None:
+        if op.once is not None:
+            self._open_once(op.once.name, op.once, op.once.name)
         for key, buffer in workspaces(op.library, backward=backward):
             self._open_once(key, buffer, "")
 

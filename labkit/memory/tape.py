@@ -108,6 +108,8 @@ class Op:
     """What its autograd node has as Python attributes: kept as long as what `persists`, which leads to the node."""
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
+    once: Buffer | None
+    """What the process allocates when such an operation first runs, and keeps; known by its name."""
     keeps: tuple[Value, ...]
     """Tensors that the caller of the model keeps until backward is done."""
     keeps_gradient: bool
@@ -255,6 +257,7 @@ class Tape:
         persists: Sequence[Value] = (),
         node_keeps: Sequence[Value] = (),
         caches: int = 0,
+        once: Buffer | None = None,
         keeps: Sequence[Value] = (),
         keeps_gradient: bool = False,
     ) -> None:
@@ -286,6 +289,7 @@ class Tape:
                 tuple(persists),
                 tuple(node_keeps),
                 caches,
+                once,
                 tuple(keeps),
                 keeps_gradient,
             )

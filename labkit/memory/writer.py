@@ -158,13 +158,10 @@ class Writer:
     def _cache(self, unit: Unit, slot: Slot, key: str) -> None:
         cache = self._caches.setdefault(key, {})
         module = self._module(unit, slot.module)
-        before = cache.get(module)
-        if before is not None and self._book.bytes_of(before) >= slot.bytes:
+        if module in cache:
             return
         cache[module] = self._open(unit, slot, library=True)
-        if before is not None:
-            self._book.close(before)  # it has grown
-        elif len(cache) > slot.entries:
+        if len(cache) > slot.entries:
             self._book.close(cache.pop(next(iter(cache))))
 
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:

@@ -65,7 +65,11 @@ def expert_rows(workload: "Workload", share: Fraction, tokens: Any) -> ExpertRow
     # `moe_utils.get_capacity`, in floating point as there.
     capacity = _ceiling(rows / experts * moe.moe_expert_capacity_factor)
     if moe.moe_pad_expert_input_to_capacity:
-        return ExpertRows(capacity * experts, capacity * local, capacity * local * senders, capacity)
+        taken = capacity
+        if workload.training.kernels.moe_token_dispatcher_type == "flex":
+            # `_HybridEPManager.setup_metadata` counts an expert once for each of its tensor ranks.
+            taken = _ceiling(rows / (experts * layout.etp) * moe.moe_expert_capacity_factor)
+        return ExpertRows(capacity * experts, taken * local, taken * local * senders, capacity)
     elsewhere = _smaller(rows - to_busiest, capacity * (experts - local))
     to_busiest = _smaller(to_busiest, capacity * local)
     return ExpertRows(to_busiest + elsewhere, to_busiest, to_busiest * senders, capacity)

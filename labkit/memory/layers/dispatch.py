@@ -14,9 +14,8 @@ from labkit.memory.layers.linear import global_buffer
 from labkit.memory.layers.permutation import permute, permute_to_capacity, sort_chunks, unpermute
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import MixtureOfExperts
+from labkit.workload import MixtureOfExperts, Workload
 from labkit.workload.routing import ExpertRows
-from labkit.workload.training import Kernels
 
 
 class Routed(NamedTuple):
@@ -45,8 +44,8 @@ class Context:
 
     tape: Tape
     sizes: Sizes
+    workload: Workload
     moe: MixtureOfExperts
-    kernels: Kernels
     rows: ExpertRows
     shared: OverlappedSharedExperts | None
     held: list[Value] = field(default_factory=list)
@@ -60,7 +59,7 @@ class Context:
     @property
     def fused(self) -> bool:
         """Permutation by Transformer Engine's kernels."""
-        return self.kernels.moe_permute_fusion
+        return self.workload.training.kernels.moe_permute_fusion
 
 
 class Dispatcher(Protocol):
@@ -241,8 +240,11 @@ class AllGather:
         tape.op("all_gather", [routing_map], [gathered_map])
         gathered_probabilities = tape.value("gathered_probabilities", (count, experts), probabilities.dtype)
         tape.op("all_gather", [probabilities], [gathered_probabilities])
-        gathered = global_buffer(tape, (count, tokens.shape[1]))
-        tape.op("all_gather", [tokens], [], communicated_bytes=gathered.bytes - tokens.bytes)
+        global_buffer(tape, self._context.workload, sizes)
+        # It lies in that buffer, and so does the gradient of `tokens`: a view takes no memory.
+        gathered = tape.view(tokens, "gathered_input", (count, tokens.shape[1]))
+        gathered.differentiable = False
+        tape.op("all_gather", [tokens], [gathered], communicated_bytes=gathered.bytes - tokens.bytes)
         return Routed(gathered, gathered_probabilities, gathered_map)
 
     def _local(self, routing_map: Value, probabilities: Value) -> tuple[Value, Value]:
@@ -263,8 +265,10 @@ class AllGather:
         shape = probabilities.shape[::-1]
         transposed = tape.value("transposed_probabilities", shape, probabilities.dtype)
         tape.op("transpose", [probabilities], [transposed], aliases=True)
-        mask = tape.value("transposed_map", shape, "bool", grad=False)
-        tape.op("transpose", [local_map], [mask])
+        mask = local_map
+        if context.local_experts > 1:  # else one row is contiguous as it is
+            mask = tape.value("transposed_map", shape, "bool", grad=False)
+            tape.op("transpose", [local_map], [mask])
         rows = context.rows.received
         chosen = tape.value("permuted_probabilities", (rows,), probabilities.dtype, routed=True)
         places = tape.buffer("places", (rows, 2), "int64")

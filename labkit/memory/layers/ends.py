@@ -53,7 +53,7 @@ def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Cal
     tape.leaves = words if _later_gradient(workload) else None
 
     def logits_of(state: Value) -> Value:
-        return _logits(tape, sizes, state, weight)
+        return _logits(tape, workload, sizes, state, weight)
 
     normed = prediction_losses(tape, workload, sizes, normed, predicted, logits_of)
     with tape.module("output_layer"):
@@ -81,13 +81,13 @@ def _output_weight(tape: Tape, workload: Workload, words: Value) -> Value:
     return weight
 
 
-def _logits(tape: Tape, sizes: Sizes, normed: Value, weight: Value) -> Value:
+def _logits(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, weight: Value) -> Value:
     """Vocabulary-parallel logits (tokens, vocabulary / tp) by PyTorch's matrix product (`ColumnParallelLinear`)."""
     width = weight.shape[0]
     logits = tape.value("logits", (sizes.tokens, width))
     full_gradient = tape.buffer("input_gradient", (sizes.tokens, sizes.hidden))
     if sizes.sp > 1:
-        global_buffer(tape, (sizes.tokens, sizes.hidden))  # for forward and backward
+        global_buffer(tape, workload, sizes)  # for forward and backward
     tape.op(
         "column_parallel_matmul",
         [normed, weight],

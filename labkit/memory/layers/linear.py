@@ -34,12 +34,18 @@ def layer_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     return out
 
 
-def global_buffer(tape: Tape, shape: tuple[int, int]) -> Value:
-    """Rows gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest."""
-    gathered = tape.value("gathered_input", shape, grad=False)
-    gathered.module = "global_memory_buffer"
-    tape.op("gather_into_global_buffer", [], [gathered], caches=1)
-    return gathered
+def global_buffer(tape: Tape, workload: Workload, sizes: Sizes) -> None:
+    """Rows are gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest.
+
+    The head gathers its input under sequence parallelism, the allgather dispatcher its tokens.
+    """
+    shape, moe, senders = (sizes.tokens, sizes.hidden), workload.model.mixture_of_experts, sizes.ep * sizes.etp
+    if moe is not None and workload.training.kernels.moe_token_dispatcher_type == "allgather" and senders > 1:
+        width = moe.moe_latent_size or sizes.hidden
+        # Both grow with the tokens: compared for one token.
+        if sizes.sp == 1 or width * senders > sizes.hidden * sizes.sp:
+            shape = (sizes.shard * senders, width)
+    tape.op("gather_into_global_buffer", [], [], once=tape.buffer("global_memory_buffer", shape))
 
 
 def rms_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:

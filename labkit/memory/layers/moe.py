@@ -41,7 +41,7 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share
         with tape.module("fc1_latent_proj"):
             tokens = replicated(tape, sizes, normed, sizes.hidden, moe.moe_latent_size)
     rows = expert_rows(workload, share, sizes.shard)
-    context = Context(tape, sizes, moe, kernels, rows, overlapped)
+    context = Context(tape, sizes, workload, moe, rows, overlapped)
     dispatcher = DISPATCHERS[kernels.moe_token_dispatcher_type](context)
     dispatched = dispatcher.dispatch(Routed(tokens, probabilities, routing_map))
     with tape.module("experts"):
