@@ -42,7 +42,8 @@ def length_choices(workload: "Workload") -> LengthChoices:
         batch == 1,
         softmax_kernel_takes(batch, heads, sequence),
         batch * sequence >= _FEWEST_PREPARED_ROWS,
-        flash_splits(batch, heads, sequence, model.head_width, multiprocessors),
+        # `set_params_splitkv`: keys are not split where probabilities are dropped.
+        1 if model.attention_dropout else flash_splits(batch, heads, sequence, model.head_width, multiprocessors),
         sequence if model.position_embedding_type == "learned_absolute" else 0,
     )
 

@@ -23,12 +23,12 @@ def _rounded_width(width: int) -> int:
     return -(-width // 32) * 32 if width <= 192 else 256
 
 
-def _forward(query: Tensor, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, dropout: float, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
     """(output, log-sum-exp, RNG state) of `mha_fwd`; with split keys, fp32 outputs of each split while it runs."""
     batch, rows, heads, width = query.shape
     output = torch.empty_like(query)
     statistics = torch.empty(batch, heads, rows, dtype=torch.float32, device=query.device)
-    splits = flash_splits(batch, heads, rows, width, multiprocessors)
+    splits = 1 if dropout else flash_splits(batch, heads, rows, width, multiprocessors)
     if splits > 1:
         shape = (splits, batch, heads, rows)
         _parts = [
@@ -55,15 +55,15 @@ class _FlashAttnFunc(torch.autograd.Function):
     """`FlashAttnFunc`: keeps q, k, v, output, log-sum-exp, RNG state."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, multiprocessors: int) -> Tensor:
-        output, statistics, state = _forward(query, multiprocessors)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int) -> Tensor:
+        output, statistics, state = _forward(query, dropout, multiprocessors)
         ctx.save_for_backward(query, key, value, output, statistics, state)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, _, _, _ = ctx.saved_tensors
-        return (*_backward(query, key, value), None)
+        return (*_backward(query, key, value), None, None)
 
 
 def replacements(gpu: Gpu) -> Iterator[Replacement]:
@@ -72,8 +72,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     found = utils.FlashAttentionUtils
 
-    def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
-        return _FlashAttnFunc.apply(query, key, value, gpu.multiprocessors)
+    def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *rest: Any, **options: Any) -> Any:
+        return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors)
 
     yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
     versions = ("v2_plus", "v2_1_plus", "v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_plus", "v2_5_7_plus")

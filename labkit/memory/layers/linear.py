@@ -187,7 +187,7 @@ def bias_dropout_add(
 
 
 def dropout(tape: Tape, x: Value) -> Value:
-    """Eager dropout of `x` (rows, width)."""
+    """Eager dropout of `x`, of any shape."""
     out = tape.value("dropped", x.shape)
     mask = tape.value("dropout_mask", x.shape, "bool", grad=False)
     tape.op("dropout", [x], [out, mask], saves=[mask])

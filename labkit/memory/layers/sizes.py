@@ -27,6 +27,8 @@ class Sizes:
     """Of this context-parallel rank."""
     choices: LengthChoices
     """What kernels decide by the lengths; a sweep prices together only lengths that agree on it."""
+    attention_dropout: bool
+    """Some of attention's probabilities are dropped."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
 
@@ -77,5 +79,6 @@ class Sizes:
             batch=batch.micro_batch_size,
             sequence=sequence,
             choices=length_choices(workload),
+            attention_dropout=workload.model.attention_dropout > 0,
             lora=workload.training.lora,
         )

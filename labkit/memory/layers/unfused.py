@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from labkit.memory.layers.linear import dropout
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
@@ -35,6 +36,9 @@ def unfused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int
         )
         with tape.module("scale_mask_softmax"):
             probabilities = _softmax(tape, sizes, scores, mask)
+        if sizes.attention_dropout:
+            with tape.module("attention_dropout"):
+                probabilities = dropout(tape, probabilities)
         context = tape.value("context", (sizes.tokens, heads, value.shape[-1]))
         tape.op(
             "bmm",
