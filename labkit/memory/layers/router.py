@@ -61,6 +61,9 @@ def _top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value) -> tu
     if moe.moe_router_score_function == "sigmoid" and topk > 1:
         saved.append(tape.value("top_scores", (tokens, topk), "fp32", grad=False))
         saved.append(tape.value("top_score_sum", (tokens, 1), "fp32", grad=False))
+    if moe.moe_router_group_topk is not None and not moe.moe_router_enable_expert_bias:
+        # `group_limited_topk` fills the scores of other groups; with a bias the scores are gathered without it.
+        saved.append(tape.value("outside_groups", (tokens, experts), "bool", grad=False))
     outputs = [probabilities, routing_map, *saved]
     tape.op("topk_routing", [logits], outputs, saves=saved, temporaries=_scratch(tape, moe, sizes, 4))
     return probabilities, routing_map
