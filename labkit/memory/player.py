@@ -325,11 +325,11 @@ class _Player:
         if flowing or (op.outputs and not op.inputs and not op.caches):
             self._libraries(op, backward=True)
             temporaries = [self._open_buffer(op, buffer) for buffer in op.backward_temporaries]
-            if op.weight is not None:
-                temporaries += self._weight_gradient(op)
             for value in op.inputs:
                 if value.differentiable:
                     self._accumulate(value, self._gradient(op, value, flowing))
+            if op.weight is not None:
+                temporaries += self._weight_gradient(op)
             for slot in temporaries:
                 self._steps.append((CLOSE, slot, ""))
         if not op.inputs and op.persists:
