@@ -76,10 +76,14 @@ class _Player:
         """Checkpoints by their last operation, outer before inner."""
         self._consumed: dict[int, list[Region]] = {}
         """Discards by their consumer's last operation."""
+        self._dropped: dict[int, list[Region]] = {}
+        """Discards by their own last operation."""
         for region in found:
             self._starting.setdefault(region.first, []).append(region)
             table = self._ending if region.verb == "checkpoint" else self._consumed
             table.setdefault(region.until, []).append(region)
+            if region.verb == "discard":
+                self._dropped.setdefault(region.last, []).append(region)
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
         kept = None if tape.exit is None else tape.exit.storage
@@ -264,6 +268,9 @@ class _Player:
             ending = (region for region in self._ending.get(index, ()) if region not in inside)
             checkpoint = next((region for region in ending if region in self._inputs), None)
             if checkpoint is None:
+                for region in self._dropped.get(index, ()):
+                    if region.first in self._restored:
+                        self._restored[region.first] += self._incoming(region)
                 self._backward_op(index)
                 for storage in self._restored.pop(index, ()):
                     self._release(storage)
@@ -299,7 +306,7 @@ class _Player:
         return [self._storages[value] for value in self._region_outputs(region)]
 
     def _incoming(self, region: Region) -> list[_Storage]:
-        """Gradients of a region's outputs: arguments of `CheckpointFunction.backward`, held until it returns."""
+        """Gradients of a region's outputs: arguments of its checkpoint function's backward, held until that returns."""
         values = (value for op in self._tape.ops[region.first : region.last + 1] for value in op.outputs)
         return [self._retain(self._gradients[value]) for value in values if value in self._gradients]
 

@@ -110,6 +110,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     | SQUARED_RELU
     | {"training.kernels.use_fused_weighted_squared_relu": True},
     "squared relu, moe_act, expert tensor ranks": EAGER | SQUARED_RELU | ETP | {"labels": ["moe_act"]},
+    "context parallel, expert tensor ranks": ETP | {"parallelism.context_parallel_size": 2},
+    "multi-token prediction, routing measured": {
+        "model.mtp_num_layers": 1,
+        "routing.kind": "measured",
+        "routing.rows_per_expert": HISTOGRAM,
+    },
+    "gathered in a narrow width": GATHER | {f"{MOE}moe_latent_size": 96},
+    "padded to capacity, flex, expert tensor ranks": PADDED | FLEX | ETP,
+    "eager activation, moe_act, flex": EAGER | FLEX | {"labels": ["moe_act"]},
     "z-loss": {f"{MOE}moe_z_loss_coeff": 0.001},
     "auxiliary loss over all ranks": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
     "auxiliary loss per sequence": {
