@@ -18,6 +18,9 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
 
     The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
     view is copied first (`get_qkv_layout`).
+
+    Known limitation: with `core_attn` recomputed, autograd copies each part of the one packed gradient of such views
+    at the checkpoint's edge, and puts them together again behind it; that is not priced.
     """
     qkv = [query, key, value]
     if interleaved(qkv) is None or sizes.cp > 1:

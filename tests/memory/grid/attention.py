@@ -7,14 +7,14 @@ BASE: dict[str, Any] = {
         "name": "attention",
         "num_layers": 3,
         "hidden_size": 512,
-        "ffn_hidden_size": 640,
+        "ffn_hidden_size": 1280,
         "num_attention_heads": 8,
         "num_query_groups": 4,
-        "kv_channels": 96,
+        "kv_channels": 192,
         "vocab_size": 500,
     },
     "parallelism": {"world_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "batch": {"seq_length": 512, "micro_batch_size": 2, "global_batch_size": 8},
+    "batch": {"seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 8},
     "training": {},
 }
 ONE_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False}
@@ -23,8 +23,8 @@ QK_NORM = {"model.qk_layernorm": True}
 
 UNFUSED = {"training.kernels.attention_backend": "unfused"}
 FLASH = {"training.kernels.attention_backend": "flash"}
-CONTEXT = {"parallelism.context_parallel_size": 2, "batch.seq_length": 1024}
-FOUR_CONTEXTS = ONE_RANK | {"parallelism.context_parallel_size": 4, "batch.seq_length": 2048}
+CONTEXT = {"parallelism.context_parallel_size": 2, "batch.seq_length": 8192}
+FOUR_CONTEXTS = ONE_RANK | {"parallelism.context_parallel_size": 4, "batch.seq_length": 16384}
 ALL_TO_ALL = {"parallelism.cp_comm_type": "a2a"}
 ALL_GATHER = {"parallelism.cp_comm_type": "all_gather"}
 BARE = {"model.position_embedding_type": "none"}
@@ -56,7 +56,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bias": {"model.add_qkv_bias": True},
     "no positions": BARE,
     "no positions, many heads": BARE | {"model.num_query_groups": None},
-    "no positions, many heads, core_attn": BARE | {"model.num_query_groups": None, "labels": ["core_attn"]},
     "no positions, query and key norm": BARE | QK_NORM,
     "half of a head turned": {"model.rotary_percent": 0.5},
     "fused rotary": {"training.kernels.apply_rope_fusion": True},
@@ -69,7 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "unfused, core_attn": UNFUSED | {"labels": ["core_attn"]},
     "unfused, one rank, core_attn": UNFUSED | ONE_RANK | {"labels": ["core_attn"]},
     "unfused, many heads, full uniform 1": UNFUSED | {"model.num_query_groups": None, "full": ("uniform", 1)},
-    "unfused, a length no kernel takes": UNFUSED | TENSOR_ALONE | {"batch.seq_length": 500, "labels": ["core_attn"]},
+    "unfused, a length no kernel takes": UNFUSED | TENSOR_ALONE | {"batch.seq_length": 4100, "labels": ["core_attn"]},
     "unfused, no positions, many heads": UNFUSED | BARE | {"model.num_query_groups": None},
     "flash": FLASH,
     "flash, core_attn": FLASH | {"labels": ["core_attn"]},
@@ -77,7 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flash, gated, core_attn": FLASH | GATED | {"labels": ["core_attn"]},
     "flash, no positions, many heads": FLASH | BARE | {"model.num_query_groups": None},
     "flash, no positions, many heads of 128": FLASH | BARE | {"model.num_query_groups": None, "model.kv_channels": 128},
-    "flash, full uniform 1, longer": FLASH | {"batch.seq_length": 2048, "full": ("uniform", 1)},
+    "flash, full uniform 1, longer": FLASH | {"batch.seq_length": 8192, "full": ("uniform", 1)},
     "context parallel": CONTEXT,
     "context parallel, core_attn": CONTEXT | {"labels": ["core_attn"]},
     "context parallel, full uniform 1": CONTEXT | {"full": ("uniform", 1)},
@@ -92,5 +91,5 @@ CHANGES: dict[str, dict[str, Any]] = {
     "context parallel, all gather": CONTEXT | ALL_GATHER,
     "context parallel, all gather, core_attn": CONTEXT | ALL_GATHER | {"labels": ["core_attn"]},
     "four context ranks, all gather": FOUR_CONTEXTS | ALL_GATHER,
-    "long sequence": {"batch.seq_length": 4096, "batch.micro_batch_size": 1},
+    "short sequence": {"batch.seq_length": 256, "batch.micro_batch_size": 1},
 }
