@@ -99,7 +99,8 @@ def _attention(model: Model) -> dict[str, Any]:
     if model.multi_latent_attention is not None:
         # Only here fields of the configuration; elsewhere arguments of the model.
         rotary = {"rope_type": "rope", "rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-        return {**rotary, **model.multi_latent_attention.model_dump()}
+        gate = {"attention_output_gate": model.attention_output_gate}  # which Megatron refuses here
+        return {**rotary, **gate, **model.multi_latent_attention.model_dump()}
     return {
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.kv_channels,

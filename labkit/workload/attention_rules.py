@@ -79,9 +79,6 @@ def _kernels(workload: "Workload") -> Iterator[Finding]:
     if mla is not None:
         at = "model.multi_latent_attention."
         widths = {f"{at}qk_head_dim": mla.qk_head_dim + mla.qk_pos_emb_head_dim, f"{at}v_head_dim": mla.v_head_dim}
-        if backend == "flash" and mla.qk_head_dim + mla.qk_pos_emb_head_dim != mla.v_head_dim:
-            reason = "flash-attention 2 takes values as wide as keys alone"
-            yield Finding("error", "training.kernels.attention_backend", reason, "use fused or unfused")
     for field, width in widths.items():
         if backend != "unfused" and (width % 8 or width > _WIDEST_HEAD):
             reason = f"the {backend} kernel takes heads of a multiple of 8 elements up to {_WIDEST_HEAD}, not {width}"

@@ -43,7 +43,7 @@ def length_choices(workload: "Workload") -> LengthChoices:
         softmax_kernel_takes(batch, heads, sequence),
         batch * sequence >= _FEWEST_PREPARED_ROWS,
         # `set_params_splitkv`: keys are not split where probabilities are dropped.
-        1 if model.attention_dropout else flash_splits(batch, heads, sequence, model.head_width, multiprocessors),
+        1 if model.attention_dropout else flash_splits(batch, heads, sequence, model.widest_head, multiprocessors),
         sequence if model.position_embedding_type == "learned_absolute" else 0,
     )
 

@@ -198,6 +198,12 @@ class Model(Part):
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def widest_head(self) -> int:
+        """Width of an attention head's queries or values, whichever are wider."""
+        mla = self.multi_latent_attention
+        return self.head_width if mla is None else max(mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim)
+
+    @property
     def rotary_width(self) -> int:
         """Elements of a head that rotary positions turn, in pairs (`RotaryEmbedding`)."""
         width = (

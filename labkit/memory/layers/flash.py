@@ -12,10 +12,13 @@ _PREPARED_WIDTH = 128
 def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
     """Queries, keys and values with the batch first, the kernel, its output with the sequence first again.
 
-    Saves q, k, v, output, log-sum-exp, RNG state.
+    Saves q, k, v, output, log-sum-exp, RNG state. Its heads have one width: narrower values (latent attention's) are
+    padded, and the output trimmed (`_pad_qkv_head_dim`, `_trim_output`).
     """
-    query, key, value = qkv
-    _, heads, width = query.shape
+    value_width = qkv[2].shape[-1]
+    width = max(part.shape[-1] for part in qkv)
+    query, key, value = (_padded(tape, part, width) for part in qkv)
+    heads = query.shape[1]
     with tape.module("flash_attention"):
         query, key, value = _batch_first(tape, sizes, [query, key, value])
         statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence), "fp32", grad=False)
@@ -48,6 +51,22 @@ def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) 
             tape.op("contiguous", [kernel_out], [out], aliases=True)
         # Local variables of its forward.
         tape.hold([query, key, value])
+    if value_width == width:
+        return out
+    narrow = tape.view(out, "output", (sizes.tokens, heads, value_width))
+    tape.op("slice", [out], [narrow])
+    trimmed = tape.value("output", (sizes.tokens, heads * value_width))
+    tape.op("reshape", [narrow], [trimmed], aliases=True)
+    tape.hold([query, key, value])
+    return trimmed
+
+
+def _padded(tape: Tape, x: Value, width: int) -> Value:
+    tokens, heads, own = x.shape
+    if own == width:
+        return x
+    out = tape.value(x.name, (tokens, heads, width))
+    tape.op("pad", [x], [out])
     return out
 
 

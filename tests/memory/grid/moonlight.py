@@ -118,6 +118,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "batch.seq_length": 2048,
         "labels": ["core_attn"],
     },
+    "flash": {"training.kernels.attention_backend": "flash"},
+    "flash, core_attn, mla_up_proj": {
+        "training.kernels.attention_backend": "flash",
+        "labels": ["core_attn", "mla_up_proj"],
+    },
     "context parallel": CONTEXT,
     "context parallel, core_attn, mla_up_proj": CONTEXT | {"labels": ["core_attn", "mla_up_proj"]},
     "context parallel, all to all": CONTEXT | {"parallelism.cp_comm_type": "a2a"},

@@ -1,0 +1,100 @@
+"""Rules of attention against Megatron Core and Transformer Engine: both refuse the same, both run the rest."""
+
+from typing import Any
+
+import pytest
+
+from labkit.drivers.trace.server import TraceServer
+from labkit.errors import InputError, WorkError
+from labkit.workload import Workload
+from tests.memory.grid import attention
+
+LATENT = {
+    "model.multi_latent_attention": {
+        "kv_lora_rank": 64,
+        "qk_head_dim": 32,
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "model.kv_channels": None,
+    "model.num_query_groups": None,
+}
+WIDE = {"parallelism.tensor_model_parallel_size": 4, "parallelism.sequence_parallel": False}
+CONTEXT = {"parallelism.context_parallel_size": 2}
+ALL_TO_ALL = CONTEXT | {"parallelism.cp_comm_type": "a2a"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model.num_query_groups": 3}, "3 key-value heads cannot be shared evenly by 8 query heads"),
+    (
+        WIDE | {"model.num_attention_heads": 12, "model.num_query_groups": 6},
+        "6 key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size (4)",
+    ),
+    (WIDE | {"model.num_attention_heads": 6, "model.num_query_groups": 2}, "4 does not divide num_attention_heads (6)"),
+    ({"model.kv_channels": 95, "training.kernels.attention_backend": "unfused"}, "turn pairs, and 95 is odd"),
+    (LATENT | {"model.multi_latent_attention.qk_pos_emb_head_dim": 15}, "turn pairs, and 15 is odd"),
+    (LATENT | {"model.attention_output_gate": True}, "multi-latent attention has no output gate"),
+    (LATENT | {"training.kernels.apply_rope_fusion": True}, "turns YaRN positions alone"),
+    ({"training.kernels.attention_backend": "flash", "model.kv_channels": 100}, "a multiple of 8 elements up to 256"),
+    (CONTEXT | {"training.kernels.attention_backend": "unfused"}, "unfused attention has no context parallelism"),
+    (CONTEXT | {"batch.seq_length": 254}, "254 cannot be cut into two equal parts for each of 2 ranks"),
+    (ALL_TO_ALL | {"model.num_query_groups": 2}, "2 ranks cannot share the 1 of a tensor-parallel rank"),
+    (
+        ALL_TO_ALL | LATENT | {"model.num_attention_heads": 6},
+        "2 ranks cannot share the 3 of a tensor-parallel rank",
+    ),
+    ({"batch.seq_length": 255}, "2 does not divide a rank's tokens under sequence_parallel (255)"),
+]
+NOT_RUN: list[tuple[dict[str, Any], str]] = [
+    ({"model.kv_channels": 100}, "the fused kernel takes heads of a multiple of 8 elements up to 256, not 100"),
+    ({"model.rotary_percent": 0.001}, "0.001 of a head of 64 elements is none"),
+    (CONTEXT | {"training.kernels.attention_backend": "flash"}, "flash with context parallelism is not supported"),
+]
+"""What compiled code refuses, or labkit alone."""
+ACCEPTED: list[dict[str, Any]] = [
+    WIDE | {"model.num_query_groups": 2},
+    WIDE | {"model.num_query_groups": 1, "model.attention_output_gate": True},
+    {"model.rotary_percent": 0.4},
+    {"model.kv_channels": 100, "training.kernels.attention_backend": "unfused"},
+    {"model.kv_channels": 95, "model.position_embedding_type": "none", "training.kernels.attention_backend": "unfused"},
+    {"batch.seq_length": 250, "training.kernels.attention_backend": "unfused"},
+    LATENT | {"training.kernels.attention_backend": "flash"},
+    ALL_TO_ALL,
+    ALL_TO_ALL | LATENT,
+    LATENT | {"model.position_embedding_type": "none"},
+    CONTEXT | WIDE | {"parallelism.world_size": 8, "model.num_query_groups": 2},
+]
+
+
+def mapping(changes: dict[str, Any]) -> dict[str, Any]:
+    """A one-layer relative of the grid's attention models."""
+    data: dict[str, Any] = {section: dict(fields) for section, fields in attention.BASE.items()}
+    data["model"] |= {"num_layers": 1, "kv_channels": 64}
+    data["batch"] |= {"seq_length": 256}
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        target = data
+        for parent in parents:
+            target[parent] = dict(target.get(parent) or {})
+            target = target[parent]
+        target[last] = value
+    return data
+
+
+@pytest.mark.parametrize("changes", [changes for changes, _ in REFUSED])
+def test_what_labkit_refuses_megatron_refuses(server: TraceServer, changes: dict[str, Any]) -> None:
+    with pytest.raises(WorkError):
+        server.run(Workload.unchecked(mapping(changes)))
+
+
+@pytest.mark.parametrize("changes", ACCEPTED)
+def test_what_labkit_accepts_megatron_runs(server: TraceServer, changes: dict[str, Any]) -> None:
+    server.run(Workload.from_mapping(mapping(changes)))
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [*REFUSED, *NOT_RUN])
+def test_refusals_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as raised:
+        Workload.from_mapping(mapping(changes), source="w.yaml")
+    message = str(raised.value)
+    assert sentence in message
+    assert message.startswith("w.yaml: ")
+    assert "\n" not in message
