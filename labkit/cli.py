@@ -57,6 +57,10 @@ StoreOption = Annotated[
     ),
 ]
 ProfilesOption = Annotated[Path, typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of profiles.")]
+StageOption = Annotated[
+    int | None,
+    typer.Option("--stage", min=0, help="Which pipeline stage.", show_default="the one that holds most"),
+]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Cells made at once.", show_default="2, or 1 on one CPU")
 ]
@@ -69,10 +73,7 @@ def estimate(
         Path | None,
         typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of measured peaks that may raise it."),
     ] = None,
-    stage: Annotated[
-        int | None,
-        typer.Option("--stage", min=0, help="Which pipeline stage.", show_default="the one that holds most"),
-    ] = None,
+    stage: StageOption = None,
     json: JsonOption = False,
 ) -> None:
     """Estimate the peak memory of one rank, in closed form: no GPU, no torch, well under a second."""
@@ -80,10 +81,7 @@ def estimate(
     from labkit.workload import Workload
 
     checked = Workload.load(workload)
-    stages = checked.parallelism.pp
-    if stage is not None and stage >= stages:
-        raise InputError(f"--stage {stage}: the pipeline has {stages} stages; use 0 to {stages - 1}")
-    result = estimated(checked, stage)
+    result = estimated(checked, _existing(stage, checked))
     if profiles is not None:
         from labkit.memory.profiles import Profiles
 
@@ -109,6 +107,7 @@ def trace(
 @app.command()
 def compare(
     workload: WorkloadArgument,
+    stage: StageOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Also the rows on which both sides agree.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -119,7 +118,7 @@ def compare(
     from labkit.workload import Workload
 
     checked = Workload.load(workload)
-    result = estimated(checked)
+    result = estimated(checked, _existing(stage, checked))
     comparison = Comparison(
         workload=f"{checked.model.name}, recompute {checked.recompute.label}, rank {result.rank}",
         workload_hash=checked.content_hash,
@@ -245,6 +244,14 @@ def _traced(workload: "Workload", rank: int = 0) -> "Trace":
             on_phase=lambda iteration, phase: line.update(f"tracing {name}: iteration {iteration}, {phase}"),
             rank=rank,
         )
+
+
+def _existing(stage: int | None, workload: "Workload") -> int | None:
+    """`stage`, if the workload's pipeline has it."""
+    stages = workload.parallelism.pp
+    if stage is not None and stage >= stages:
+        raise InputError(f"--stage {stage}: the pipeline has {stages} stages; use 0 to {stages - 1}")
+    return stage
 
 
 def _open(study: Path, store: Path | None) -> "Study":

@@ -20,8 +20,9 @@ RECEIVED, RECEIVED_GRADIENT = "create_tensor_recv_prev", "create_tensor_recv_nex
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """The ledger's names where they are not PyTorch's."""
 
-_TE_WORKSPACE = "get_cublas_workspace"
-_LIBRARIES = {cublas.PRODUCER, _TE_WORKSPACE, "get_dummy_wgrad", "get_tensor"}
+_OF_THE_PROCESS = {"get_cublas_workspace": "", "get_tensor": "global_memory_buffer"}
+"""Producers of what belongs to no module, and the path it has instead."""
+_LIBRARIES = {cublas.PRODUCER, "get_dummy_wgrad", *_OF_THE_PROCESS}
 """Producers of what libraries keep for the process: workspaces of PyTorch's cuBLAS and of Transformer Engine's GEMMs
 (`cpp_extensions.gemm`), its dummy weight gradients (`module.base`), Megatron's `GlobalMemoryBuffer`."""
 
@@ -80,13 +81,15 @@ def rows(
 
 
 def _place(allocation: Allocation) -> tuple[str, str]:
-    """Module and tensor name. A GEMM workspace belongs to the process, not to the module that needed it first."""
+    """Module and tensor name. What a process has once does not belong to the module that needed it first."""
     module, producer = allocation.maker.module, allocation.maker.producer
+    if producer in _OF_THE_PROCESS:
+        return _OF_THE_PROCESS[producer], producer
     if producer == cublas.PRODUCER:
         return "", f"{producer} ({module})"
     if module == OUTSIDE:
         return allocation.phase if allocation.phase in ("grad_sync", "optimizer") else "", producer
-    return "" if producer == _TE_WORKSPACE else module, producer
+    return module, producer
 
 
 def _horizons(moments: list[Moment]) -> dict[int, int | None]:
