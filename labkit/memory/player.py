@@ -25,7 +25,7 @@ from labkit.memory.script import (
     Script,
     Slot,
 )
-from labkit.memory.tape import Buffer, Op, Tape, Value
+from labkit.memory.tape import GRADIENTS, Buffer, Op, Tape, Value
 
 
 class _Storage:
@@ -331,18 +331,33 @@ class _Player:
         flowing = [self._gradients.pop(value) for value in op.outputs if value in self._gradients]
         if flowing or (op.outputs and not op.inputs and not op.caches):
             self._libraries(op, backward=True)
-            temporaries = [self._open_buffer(op, buffer) for buffer in op.backward_temporaries]
-            for value in op.inputs:
-                if value.differentiable:
-                    self._accumulate(value, self._gradient(op, value, flowing))
-            if op.weight is not None:
-                temporaries += self._weight_gradient(op)
-            for slot in temporaries:
-                self._steps.append((CLOSE, slot, ""))
+            self._backward_work(op, flowing)
         if not op.inputs and op.persists:
             flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
         for storage in (*flowing, *saved):
             self._release(storage)
+
+    def _backward_work(self, op: Op, flowing: list[_Storage]) -> None:
+        temporaries: list[tuple[str, int]] = []
+        for each in op.backward_temporaries:
+            if isinstance(each, Buffer):
+                temporaries.append((each.name, self._open_buffer(op, each)))
+            elif each is GRADIENTS:
+                self._input_gradients(op, flowing)
+            else:
+                done = next(entry for entry in temporaries if entry[0] == each.name)
+                temporaries.remove(done)
+                self._steps.append((CLOSE, done[1], ""))
+        if GRADIENTS not in op.backward_temporaries:
+            self._input_gradients(op, flowing)
+        weights = [] if op.weight is None else self._weight_gradient(op)
+        for slot in (*(slot for _, slot in temporaries), *weights):
+            self._steps.append((CLOSE, slot, ""))
+
+    def _input_gradients(self, op: Op, flowing: list[_Storage]) -> None:
+        for value in op.inputs:
+            if value.differentiable:
+                self._accumulate(value, self._gradient(op, value, flowing))
 
     def _leaf_gradient(self, op: Op, index: int, gradient: _Storage) -> _Storage:
         """A received tensor is a leaf: its gradient stays with it (`.grad`), a copy where others hold it.

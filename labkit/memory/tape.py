@@ -75,6 +75,16 @@ class Buffer(NamedTuple):
         return rounded(prod(self.shape) * DTYPE_BYTES[self.dtype])
 
 
+class Free(NamedTuple):
+    """In a list of temporaries: from here on the one of this name is free."""
+
+    name: str
+
+
+GRADIENTS = Free("")
+"""In a list of backward's temporaries: here the gradients of the inputs are made; left out, after all of them."""
+
+
 @dataclass(slots=True, eq=False)
 class Op:
     """One operation, forward and backward."""
@@ -90,7 +100,7 @@ class Op:
     saves: tuple[Value, ...]
     """Inputs and outputs kept until its backward is done."""
     temporaries: tuple[Buffer, ...]
-    backward_temporaries: tuple[Buffer, ...]
+    backward_temporaries: tuple[Buffer | Free, ...]
     aliases: bool
     """Backward hands its output's gradient on as the inputs' gradient: no new tensor."""
     gradient_in: Value | None
@@ -246,7 +256,7 @@ class Tape:
         *,
         saves: Sequence[Value] = (),
         temporaries: Sequence[Buffer] = (),
-        backward_temporaries: Sequence[Buffer] = (),
+        backward_temporaries: Sequence[Buffer | Free] = (),
         aliases: bool = False,
         gradient_in: Value | None = None,
         weight: Shape | None = None,

@@ -12,7 +12,7 @@ from typing import Self
 from labkit.memory.layers.exchange import heads_for_tokens, in_order, tokens_for_heads
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 from labkit.workload import Model, Workload
 from labkit.workload.model import GatedDeltaNet
 
@@ -92,7 +92,7 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     views = {name: tape.view(projected, name, (run.rows, width)) for name, width in sections.items()}
     tape.op("split", [projected], list(views.values()))
 
-    convolved = _convolution(tape, run, heads, net, views["qkv"])
+    convolved = _convolution(tape, sizes, run, heads, views["qkv"], net.linear_conv_kernel_dim)
     query, key, value = _query_key_value(tape, run, heads, convolved)
     gate, beta_input, alpha = (_contiguous(tape, views[name]) for name in ("gate", "beta", "alpha"))
     decay = tape.value("g", (run.rows, heads.values), "fp32")
@@ -153,23 +153,29 @@ def _contiguous(tape: Tape, strided: Value) -> Value:
     return copy
 
 
-def _convolution(tape: Tape, run: Recurrence, heads: Heads, net: GatedDeltaNet, qkv: Value) -> Value:
+def _convolution(tape: Tape, sizes: Sizes, run: Recurrence, heads: Heads, qkv: Value, width: int) -> Value:
     """`fla.modules.causal_conv1d`: saves its input, computes its output again in backward.
 
-    Its weight's gradient comes in fp32 parts, one a chunk, summed and cast.
+    Its weight's gradient comes in fp32 parts, one a chunk, summed and cast. Under context parallelism the weights of
+    this rank's heads are put together first (`get_parameter_local_cp`).
     """
-    width = net.linear_conv_kernel_dim
+    weight = [tape.value("weight", (heads.convolved, 1, width), grad=False)] if sizes.cp > 1 else []
+    if weight:
+        tape.op("own_weight", [], weight)
     out = tape.value("convolved", (run.rows, heads.convolved))
     tape.op(
         "causal_conv1d",
-        [qkv],
+        [qkv, *weight],
         [out],
-        saves=[qkv],
+        saves=[qkv, *weight],
         backward_temporaries=[
             tape.buffer("before_activation", out.shape),
+            GRADIENTS,
             tape.buffer("weight_gradient_parts", (run.chunks, heads.convolved, width), "fp32"),
             tape.buffer("weight_gradient_sum", (heads.convolved, width), "fp32"),
             tape.buffer("weight_gradient", (heads.convolved, width)),
+            Free("weight_gradient_sum"),
+            Free("weight_gradient_parts"),
         ],
     )
     return out
@@ -210,15 +216,20 @@ def _delta_rule(tape: Tape, run: Recurrence, heads: Heads, inputs: Sequence[Valu
     chunks = [tape.value(name, shape, grad=False) for name, shape in made_again.items()]
     tape.op("solve_chunks", [key, value, decay, beta], [cumulative, solved, *chunks])
     out = tape.value("core_attn_out", values)
-    backward = {**made_again, "dh": states, "dv2": values, "dw": keys, "dk2": keys}
+    before = {**made_again, "dv": values, "dh": states, "dv2": values}
     tape.op(
         "chunk_gated_delta_rule",
         [*inputs, cumulative, solved, *chunks],
         [out],
         saves=[query, key, value, cumulative, beta, solved],
         backward_temporaries=[
-            *(tape.buffer(name, shape) for name, shape in backward.items()),
+            *(tape.buffer(name, shape) for name, shape in before.items()),
+            Free("dv"),
+            GRADIENTS,
+            tape.buffer("dw", keys),
+            tape.buffer("dk2", keys),
             tape.buffer("dg2", decay.shape, "fp32"),
+            Free("dv2"),
         ],
         flops=_delta_rule_flops(run, heads),
     )

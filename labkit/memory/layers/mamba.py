@@ -6,13 +6,14 @@ to chunk. Its output is gated by z inside and normed by groups outside, before t
 norm is one autograd function that keeps its packed input and the output before the gate, and makes the rest again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from labkit.memory.layers.exchange import heads_for_tokens, in_order, tokens_for_heads
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Buffer, Tape, Value
+from labkit.memory.tape import GRADIENTS, Buffer, Free, Shape, Tape, Value
 from labkit.workload import Model, Workload
 from labkit.workload.gpu import GPUS, Gpu
 
@@ -104,7 +105,7 @@ def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     interleaved = workload.batch.micro_batch_size > 1
     if interleaved:
         exchanged, packed = packed, _reordered(tape, packed)
-    out = _convolution_and_scan(tape, scan, packed)
+    out = _convolution_and_scan(tape, scan, packed, _used_parameters(tape, sizes, scan))
     if interleaved:
         out = _reordered(tape, out)
     if sizes.cp > 1:
@@ -161,7 +162,21 @@ def _reordered(tape: Tape, x: Value) -> Value:
     return copy
 
 
-def _convolution_and_scan(tape: Tape, scan: _Scan, packed: Value) -> Value:
+def _used_parameters(tape: Tape, sizes: Sizes, scan: _Scan) -> list[Value]:
+    """Parameters as the scan takes them: exp(A_log), its negative and dt_bias in fp32.
+
+    Under context parallelism also the convolution's of this rank's heads, put together.
+    """
+    shapes: dict[str, tuple[Shape, str]] = dict.fromkeys(("exp_A_log", "A", "dt_bias"), ((scan.heads,), "fp32"))
+    if sizes.cp > 1:
+        shapes["conv1d_weight"] = (scan.convolved, 1, CONVOLUTION_WIDTH), tape.dtype
+        shapes["conv1d_bias"] = (scan.convolved,), tape.dtype
+    used = [tape.value(name, shape, dtype, grad=False) for name, (shape, dtype) in shapes.items()]
+    tape.op("use_parameters", [], used)
+    return used
+
+
+def _convolution_and_scan(tape: Tape, scan: _Scan, packed: Value, used: Sequence[Value]) -> Value:
     """`MambaSplitConv1dScanCombinedFn` of z, x, B, C and dt (tokens, packed): the gated output (tokens, inner)."""
     mixed = tape.value("convolved", (scan.tokens, scan.convolved), grad=False)
     # The convolution takes rows whose distance is a multiple of 8 (`ensure_stride`).
@@ -180,23 +195,15 @@ def _convolution_and_scan(tape: Tape, scan: _Scan, packed: Value) -> Value:
     gated, before_gate = tape.value("gated", scanned), tape.value("scanned", scanned, grad=False)
     tape.op(
         "chunk_scan",
-        [packed],
+        [packed, *used],
         [gated, before_gate],
+        saves=[packed, before_gate, *used],
         temporaries=[tape.buffer("products", scan.products, "fp32")],
+        backward_temporaries=_backward(tape, scan),
         flops=_flops(scan),
     )
     tape.hold([mixed, *sums, passed, final])
-    # Backward is one function: its moments, last to first, follow one another through views of its input.
-    passing, sharing, multiplying, adding = _backward_moments(tape, scan)
-    source, saved = packed, [packed, before_gate]
-    for name, held in (("add_up", adding), ("multiply", multiplying), ("share_groups", sharing)):
-        stage = tape.view(packed, name, packed.shape)
-        inputs = [source, *saved[1:]]
-        tape.op(name, inputs, [stage], saves=saved, aliases=True, backward_temporaries=held)
-        source, saved = stage, []
-    out = tape.view(gated, "gated", scanned)
-    tape.op("pass_states", [source], [out], backward_temporaries=passing)
-    return out
+    return gated
 
 
 def _flops(scan: _Scan) -> int:
@@ -204,50 +211,56 @@ def _flops(scan: _Scan) -> int:
     return 2 * scan.tokens * (CHUNK * scan.groups * scan.state + scan.inner * (CHUNK + 2 * scan.state))
 
 
-def _backward_moments(tape: Tape, scan: _Scan) -> tuple[list[Buffer], ...]:
-    """What `_mamba_chunk_scan_combined_bwd` holds when most, in four stretches of its code.
+def _backward(tape: Tape, scan: _Scan) -> list[Buffer | Free]:
+    """`MambaSplitConv1dScanCombinedFn.backward` and `_mamba_chunk_scan_combined_bwd`, in their order.
 
-    While it passes states from chunk to chunk; adds up the gradient of C over a group's heads, then that of the
-    products; adds up the gradient of A.
+    They make the convolution, chunk sums, products and states again, pass the states' gradient from chunk to chunk in
+    fp32, and add up what heads of a group and programs of a kernel have in parts.
     """
 
     def fp32(name: str, *shape: int) -> Buffer:
         return tape.buffer(name, shape, "fp32")
 
-    inner, group = (scan.tokens, scan.inner), (scan.tokens, scan.groups, scan.state)
-    throughout = [
+    batch, chunks, *product = scan.products
+    return [
         tape.buffer("convolved", (scan.tokens, scan.convolved)),
+        GRADIENTS,
         tape.buffer("convolved_gradient", (scan.tokens, scan.convolved)),
         tape.buffer("dt_in", (scan.tokens, scan.heads)),
         fp32("dA_cumsum", *scan.per_head),
         fp32("dt", *scan.per_head),
         fp32("products", *scan.products),
+        fp32("chunk_states", *scan.states),
+        fp32("states", *scan.states),
         fp32("final_states", scan.batch, scan.heads, scan.width, scan.state),
-        tape.buffer("gradient_behind_gate", inner),
-        tape.buffer("states_gradient", scan.states),
-        tape.buffer("states", scan.states),
-    ]
-    passing = [
-        *throughout,
-        fp32("states_fp32", *scan.states),
-        fp32("states_gradient_fp32", *scan.states),
+        Free("chunk_states"),
+        tape.buffer("gradient_behind_gate", (scan.tokens, scan.inner)),
+        fp32("states_gradient", *scan.states),
+        tape.buffer("passed_gradient", scan.states),
+        tape.buffer("narrow_states", scan.states),
         fp32("dA_parts", scan.batch, scan.heads, scan.chunks, -(-scan.width * scan.state // 64)),
+        Free("states"),
+        Free("states_gradient"),
+        Free("dA_parts"),
+        fp32("ddt", *scan.per_head),
+        fp32("ddA_next", *scan.per_head),
+        *_summed(tape, "dB", (scan.tokens,), scan.splits, (scan.groups, scan.state)),
+        fp32("ddA_previous", *scan.per_head),
+        *_summed(tape, "dC", (scan.tokens,), scan.splits, (scan.groups, scan.state)),
+        *_summed(tape, "products_gradient", (batch, chunks), scan.splits, tuple(product)),
+        fp32("ddA_summed", *scan.per_head),
+        *_summed(tape, "ddA", scan.per_head[:3], CHUNK // 32, (CHUNK,)),
     ]
-    sharing = [
-        *throughout,
-        tape.buffer("output_gradient", inner),
-        *(fp32(name, *scan.per_head) for name in ("ddt", "ddA_next", "ddA_previous")),
-        *(fp32(name, *group) for name in ("dB", "dC")),
-    ]
-    multiplying = [*sharing, fp32("products_gradient", *scan.products)]
-    batch, chunks, *product = scan.products
-    parts = (scan.batch, scan.heads, scan.chunks, CHUNK // 32, CHUNK)
-    summed = [fp32(name, *scan.per_head) for name in ("ddA_summed", "ddA")]
+
+
+def _summed(
+    tape: Tape, name: str, outer: tuple[int, ...], parts: int, inner: tuple[int, ...]
+) -> tuple[Buffer, Buffer, Free]:
+    """A gradient in `parts`, and their sum."""
     return (
-        passing,
-        [*sharing, fp32("dC_parts", scan.tokens, scan.splits, scan.groups, scan.state)],
-        [*multiplying, fp32("products_gradient_parts", batch, chunks, scan.splits, *product)],
-        [*multiplying, *summed, fp32("ddA_parts", *parts)],
+        tape.buffer(f"{name}_parts", (*outer, parts, *inner), "fp32"),
+        tape.buffer(name, (*outer, *inner), "fp32"),
+        Free(f"{name}_parts"),
     )
 
 

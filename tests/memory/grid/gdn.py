@@ -64,6 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen, full uniform 2": QWEN | {"full": ("uniform", 2)},
     "qwen, sixteen layers": QWEN | {"model.num_layers": 16},
     "qwen, two stages": QWEN | {"parallelism.world_size": 4, "parallelism.pipeline_model_parallel_size": 2},
+    "qwen, context parallel": QWEN | CP,
     "qwen with experts": QWEN | MOE,
     "qwen with experts, every label": QWEN
     | MOE

@@ -84,4 +84,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallelism.pipeline_model_parallel_size": 2,
         "batch.global_batch_size": 6,
     },
+    "context parallel": {"parallelism.world_size": 8, "parallelism.context_parallel_size": 2},
+    "context parallel, every mixer": {
+        "model.hybrid_layer_pattern": "MG*E-M",
+        "parallelism.world_size": 8,
+        "parallelism.context_parallel_size": 2,
+        "parallelism.cp_comm_type": "a2a",
+        "labels": ["gdn_norm_out", "core_attn", "layernorm"],
+    },
 }
