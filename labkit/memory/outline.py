@@ -71,8 +71,8 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
 
 def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool, size: Callable[[int], int]) -> Outline:
     """The same of recorded units; in a sweep their bytes are arrays and `pool` sums arrays."""
-    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, size, model, workload)
-    books = _Levels(_state_changes(key), Meter(pool), pool.numbers.larger)
+    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, model, workload)
+    books = _Levels(_state_changes(key, size), Meter(pool), pool.numbers.larger)
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
     return Outline(
@@ -139,14 +139,15 @@ class _Levels:
         self._meter.add(self._state.first_step if self._iteration == 1 else self._state.later_step)
 
 
-class _Tally(Book):
-    """Counts what a book would write."""
+class _Events(Book):
+    """Writes down sizes alone."""
 
-    def __init__(self, size: Callable[[int], int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._size = size
-        self._sizes: list[int] = []
-        self._level = self._peak = 0
+        self.sizes: list[tuple[int, int]] = []
+        """(bytes, how many) of each entry, by number from 1."""
+        self.numbers: list[int] = []
+        """Entries as they are opened, and negative as they are closed."""
 
     def open(
         self,
@@ -158,20 +159,18 @@ class _Tally(Book):
         count: int = 1,
         **about: Any,  # noqa: ARG002
     ) -> int:
-        size = self._size(nbytes) if count == 1 else self._size(nbytes // count) * count
-        self._sizes.append(size)
-        self._level += size
-        self._peak = max(self._peak, self._level)
-        return len(self._sizes)
+        self.sizes.append((nbytes // count, count))
+        self.numbers.append(len(self.sizes))
+        return len(self.sizes)
 
     def close(self, number: int) -> None:
-        self._level -= self._sizes[number - 1]
+        self.numbers.append(-number)
 
-    def change(self, act: Callable[[Book], None]) -> Change:
-        """What `act` does to the level."""
-        before = self._peak = self._level
+    def during(self, act: Callable[[Book], None]) -> list[int]:
+        """What `act` opens and closes."""
+        start = len(self.numbers)
         act(self)
-        return Change(self._peak - before, self._level - before)
+        return self.numbers[start:]
 
 
 class _StateChanges(NamedTuple):
@@ -195,21 +194,44 @@ class _StateKey:
     parallelism: Parallelism
     training: Training
     stage: int
-    size: Callable[[int], int]
     chunks: list[Chunk] = field(compare=False)
     workload: Workload = field(compare=False)
 
 
+class _StateEvents(NamedTuple):
+    """What the acts of `State` open and close: entries by number from 1, negative where they are closed."""
+
+    sizes: list[tuple[int, int]]
+    """(bytes, how many) of each entry."""
+    acts: list[list[int]]
+    """In the order of `_StateChanges`."""
+    workspaces: frozenset[str]
+
+
 @lru_cache(maxsize=1024)
-def _state_changes(key: _StateKey) -> _StateChanges:
-    state = State([parameters(chunk) for chunk in key.chunks], key.workload, key.stage)
-    tally = _Tally(key.size)
-    # In the order they happen: what was opened in one is closed in another.
-    return _StateChanges(
-        set_up=tally.change(state.set_up),
-        sync_gradients=tally.change(state.sync_gradients),
-        first_step=tally.change(state.step),
-        zero_gradients=tally.change(state.zero_gradients),
-        later_step=tally.change(state.step),
-        workspaces=frozenset(state.workspaces),
+def _state_changes(key: _StateKey, size: Callable[[int], int]) -> _StateChanges:
+    events = _state_events(key)
+    sizes = [0, *(size(nbytes) * count for nbytes, count in events.sizes)]
+    set_up, sync_gradients, first_step, zero_gradients, later_step = (
+        _change(numbers, sizes) for numbers in events.acts
     )
+    return _StateChanges(set_up, sync_gradients, first_step, zero_gradients, later_step, events.workspaces)
+
+
+@lru_cache(maxsize=256)
+def _state_events(key: _StateKey) -> _StateEvents:
+    state, events = State([parameters(chunk) for chunk in key.chunks], key.workload, key.stage), _Events()
+    # In the order they happen: what is opened in one is closed in another.
+    acts = (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
+    return _StateEvents(events.sizes, [events.during(act) for act in acts], frozenset(state.workspaces))
+
+
+def _change(numbers: list[int], sizes: list[int]) -> Change:
+    level = peak = 0
+    for number in numbers:
+        if number < 0:
+            level -= sizes[-number]
+        else:
+            level += sizes[number]
+            peak = max(peak, level)
+    return Change(peak, level)
