@@ -25,7 +25,7 @@ from labkit.memory.script import (
     Script,
     Slot,
 )
-from labkit.memory.tape import GRADIENTS, Buffer, Op, Tape, Value
+from labkit.memory.tape import GRADIENTS, Buffer, Op, Shape, Tape, Value
 
 
 class _Storage:
@@ -329,35 +329,43 @@ class _Player:
         op = self._tape.ops[index]
         saved = self._saved.pop(index, [])
         flowing = [self._gradients.pop(value) for value in op.outputs if value in self._gradients]
+        gradients: list[tuple[Value, _Storage]] = []
         if flowing or (op.outputs and not op.inputs and not op.caches):
             self._libraries(op, backward=True)
-            self._backward_work(op, flowing)
+            gradients = self._backward_work(op, flowing)
         if not op.inputs and op.persists:
             flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
         for storage in (*flowing, *saved):
             self._release(storage)
+        # The engine adds up gradients when the node has let go of what it had (`Engine::evaluate_function`).
+        for value, gradient in gradients:
+            self._accumulate(value, gradient)
 
-    def _backward_work(self, op: Op, flowing: list[_Storage]) -> None:
+    def _backward_work(self, op: Op, flowing: list[_Storage]) -> list[tuple[Value, _Storage]]:
+        """What an operation's backward allocates; returns the gradients of its inputs."""
         temporaries: list[tuple[str, int]] = []
+        gradients: list[tuple[Value, _Storage]] = []
         for each in op.backward_temporaries:
             if isinstance(each, Buffer):
                 temporaries.append((each.name, self._open_buffer(op, each)))
             elif each is GRADIENTS:
-                self._input_gradients(op, flowing)
+                gradients = self._input_gradients(op, flowing)
             else:
                 done = next(entry for entry in temporaries if entry[0] == each.name)
                 temporaries.remove(done)
                 self._steps.append((CLOSE, done[1], ""))
         if GRADIENTS not in op.backward_temporaries:
-            self._input_gradients(op, flowing)
-        weights = [] if op.weight is None else self._weight_gradient(op)
+            gradients = self._input_gradients(op, flowing)
+        fused = self._fused_weight_gradients
+        weights = [] if op.weight is None or fused else self._weight_gradients(op, op.weight)
         for slot in (*(slot for _, slot in temporaries), *weights):
             self._steps.append((CLOSE, slot, ""))
+        if op.weight is not None and fused:
+            self._dummy_gradient(op, op.weight)
+        return gradients
 
-    def _input_gradients(self, op: Op, flowing: list[_Storage]) -> None:
-        for value in op.inputs:
-            if value.differentiable:
-                self._accumulate(value, self._gradient(op, value, flowing))
+    def _input_gradients(self, op: Op, flowing: list[_Storage]) -> list[tuple[Value, _Storage]]:
+        return [(each, self._gradient(op, each, flowing)) for each in op.inputs if each.differentiable]
 
     def _leaf_gradient(self, op: Op, index: int, gradient: _Storage) -> _Storage:
         """A received tensor is a leaf: its gradient stays with it (`.grad`), a copy where others hold it.
@@ -387,27 +395,27 @@ class _Player:
         before = self._gradients.get(value)
         if before is None:
             self._gradients[value] = gradient
-        elif before.references == 1:
+        elif before.references == 1 and before.slot != self._taken:
             self._release(gradient)
         else:
             self._gradients[value] = self._new(value, f"{value.name} gradient")
             self._release(before)
             self._release(gradient)
 
-    def _weight_gradient(self, op: Op) -> list[int]:
-        """Open what a weight's gradient takes.
+    def _weight_gradients(self, op: Op, shape: Shape) -> list[int]:
+        """Open a weight's gradient, a tensor until it is added; that of a `Tape.weight` flows on to it."""
+        if any(value.is_weight for value in op.inputs):
+            return []
+        buffer = self._tape.buffer("weight gradient", shape)
+        return [self._open_buffer(op, buffer) for _ in range(op.weights)]
 
-        Fused into the gradient buffer it leaves autograd a cached dummy of the weight's shape
-        (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`); else it is a tensor until it is added.
+    def _dummy_gradient(self, op: Op, shape: Shape) -> None:
+        """Fused into the gradient buffer a weight's gradient leaves autograd a cached dummy of the weight's shape.
+
+        Source: `transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`.
         """
-        buffer = self._tape.buffer("weight gradient", op.weight or ())
-        if not self._fused_weight_gradients and any(value.is_weight for value in op.inputs):
-            return []  # it flows on to the weight
-        if not self._fused_weight_gradients:
-            return [self._open_buffer(op, buffer) for _ in range(op.weights)]
-        dummy = buffer._replace(name="dummy weight gradient")
-        self._open_once(f"dummy {buffer.shape}", dummy, op.module_path, op.layer)
-        return []
+        dummy = self._tape.buffer("dummy weight gradient", shape)
+        self._open_once(f"dummy {dummy.shape}", dummy, op.module_path, op.layer)
 
     # -- storages ------------------------------------------------------------------------------------------------
 

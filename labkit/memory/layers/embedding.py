@@ -76,8 +76,10 @@ def _words(tape: Tape, sizes: Sizes, weight: Value, ids: Mapping[str, Value]) ->
     else:
         mask = tape.value("input_mask", (sizes.tokens,), "bool", grad=False)
         masked = tape.value("masked_input", (sizes.tokens,), "int64", grad=False)
-        gradient = tape.buffer("masked_gradient", (sizes.tokens, sizes.hidden))
-        tape.op("embedding", [weight], [lookup, mask, masked], saves=[mask, masked], backward_temporaries=[gradient])
+        tape.op("embedding", [weight], [lookup, mask, masked], saves=[masked])
+        # In place; backward masks a copy of the gradient.
+        whole, lookup = lookup, tape.view(lookup, "lookup", lookup.shape)
+        tape.op("mask_rows", [whole, mask], [lookup], saves=[mask])
     return lookup
 
 
