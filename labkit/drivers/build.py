@@ -133,6 +133,7 @@ def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
         "moe_token_dispatcher_type": kernels.moe_token_dispatcher_type,
         "moe_flex_dispatcher_backend": kernels.moe_flex_dispatcher_backend,
         "moe_permute_fusion": kernels.moe_permute_fusion,
+        "moe_router_fusion": kernels.moe_router_fusion,
         "moe_shared_expert_overlap": kernels.moe_shared_expert_overlap and shared,
     }
 

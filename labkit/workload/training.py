@@ -25,6 +25,7 @@ class Kernels(Part):
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     moe_flex_dispatcher_backend: Literal["hybridep"] = "hybridep"
     moe_permute_fusion: bool = True
+    moe_router_fusion: bool = False
     moe_shared_expert_overlap: bool = False
 
 

@@ -236,6 +236,31 @@ def get_fused_attn_backend(parameters: FusedAttentionParams) -> tuple[NVTE_Fused
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
 
+def fused_topk_with_score_function_fwd(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(probabilities, boolean map, intermediate scores in fp32), each like the logits (`router.cpp`)."""
+    scores = torch.empty_like(logits, dtype=torch.float32)
+    return torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool), scores
+
+
+def fused_score_for_moe_aux_loss_fwd(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores in fp32, boolean map, intermediate scores in fp32), each like the logits (`router.cpp`)."""
+    scores = torch.empty_like(logits, dtype=torch.float32)
+    return scores, torch.empty_like(logits, dtype=torch.bool), torch.empty_like(scores)
+
+
+def fused_moe_aux_loss_fwd(probs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(loss, its coefficient in fp32), scalars (`router.cpp`)."""
+    device = probs.device
+    return torch.empty((), dtype=probs.dtype, device=device), torch.empty((), dtype=torch.float32, device=device)
+
+
+def fused_moe_aux_loss_bwd(
+    Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
+) -> Tensor:
+    """Gradient of the scores (`router.cpp`)."""
+    return torch.empty(num_rows, num_cols, dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
+
+
 def _in_place(*args: Any, **kwargs: Any) -> None:
     """A kernel that only writes tensors it is given."""
 
@@ -258,6 +283,12 @@ _FUNCTIONS: dict[str, Any] = {
     "fused_rope_backward": fused_rope_forward,
     "multi_tensor_l2norm": multi_tensor_l2norm,
     "get_fused_attn_backend": get_fused_attn_backend,
+    "fused_topk_with_score_function_fwd": fused_topk_with_score_function_fwd,
+    "fused_topk_with_score_function_bwd": _in_place,
+    "fused_score_for_moe_aux_loss_fwd": fused_score_for_moe_aux_loss_fwd,
+    "fused_score_for_moe_aux_loss_bwd": _in_place,
+    "fused_moe_aux_loss_fwd": fused_moe_aux_loss_fwd,
+    "fused_moe_aux_loss_bwd": fused_moe_aux_loss_bwd,
     "multi_tensor_adam": _in_place,
     "multi_tensor_adam_param_remainder": _in_place,
     "multi_tensor_scale": _in_place,

@@ -5,16 +5,20 @@ from labkit.memory.tape import Buffer, Tape, Value
 from labkit.workload import MixtureOfExperts
 
 
-def router(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, normed: Value) -> tuple[Value, Value]:
-    """From the normed residual (shard rows, hidden) to probabilities and a boolean map, both (shard rows, experts)."""
+def router(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, normed: Value, *, fused: bool) -> tuple[Value, Value]:
+    """From the normed residual (shard rows, hidden) to probabilities and a boolean map, both (shard rows, experts).
+
+    `fused` takes the kernels of `transformer_engine/pytorch/router.py`, which keep one fp32 tensor each.
+    """
     logits = _gating(tape, moe, sizes, normed)
     if moe.moe_z_loss_coeff is not None:
         _z_loss(tape, sizes, logits)
-    probabilities, routing_map = _top_k(tape, moe, sizes, logits)
+    select = _fused_top_k if fused else _top_k
+    probabilities, routing_map = select(tape, moe, sizes, logits)
     if moe.moe_expert_capacity_factor is not None:
         probabilities, routing_map = _drop(tape, moe, sizes, probabilities, routing_map)
     if moe.moe_router_load_balancing_type != "none" and moe.moe_aux_loss_coeff > 0:
-        _auxiliary_loss(tape, moe, sizes, logits, probabilities)
+        _auxiliary_loss(tape, moe, sizes, logits, probabilities, fused=fused)
     return probabilities, routing_map
 
 
@@ -69,6 +73,16 @@ def _top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value) -> tu
     return probabilities, routing_map
 
 
+def _fused_top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value) -> tuple[Value, Value]:
+    """`FusedTopkScoreFunction`."""
+    shape = (sizes.shard, moe.num_moe_experts)
+    probabilities = tape.value("probabilities", shape, logits.dtype)
+    routing_map = tape.value("routing_map", shape, "bool", grad=False)
+    scores = tape.value("intermediate_output", shape, "fp32", grad=False)
+    tape.op("fused_topk", [logits], [probabilities, routing_map, scores], saves=[routing_map, scores])
+    return probabilities, routing_map
+
+
 def _drop(
     tape: Tape, moe: MixtureOfExperts, sizes: Sizes, probabilities: Value, routing_map: Value
 ) -> tuple[Value, Value]:
@@ -80,17 +94,21 @@ def _drop(
     return kept, mask
 
 
-def _auxiliary_loss(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value, probabilities: Value) -> None:
+def _auxiliary_loss(
+    tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value, probabilities: Value, *, fused: bool
+) -> None:
     """`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`, attached to the probabilities."""
     experts = moe.num_moe_experts
     kept = [tape.value("aux_scores", (sizes.shard, experts), "fp32", grad=False)]
-    if moe.moe_router_score_function == "sigmoid":
+    if moe.moe_router_score_function == "sigmoid" and not fused:
         kept.append(tape.value("aux_score_sum", (sizes.shard, 1), "fp32", grad=False))
     # Per sequence the counts of a micro-batch's samples lie side by side.
     counted = experts * (sizes.batch if moe.moe_router_load_balancing_type == "seq_aux_loss" else 1)
     dtype = "fp32" if moe.moe_router_load_balancing_type == "global_aux_loss" else "int64"
     kept.append(tape.value("tokens_per_expert", (counted,), dtype, grad=False))
     kept.append(tape.value("aux_loss", (), "fp32", grad=False))
+    if fused:
+        kept.append(tape.value("coefficient", (), "fp32", grad=False))
     scratch = _scratch(tape, moe, sizes, 3)
     inputs = [logits, probabilities]
     tape.op("aux_loss", inputs, kept, saves=kept, temporaries=scratch, backward_temporaries=scratch[:2])

@@ -119,6 +119,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gathered in a narrow width": GATHER | {f"{MOE}moe_latent_size": 96},
     "padded to capacity, flex, expert tensor ranks": PADDED | FLEX | ETP,
     "eager activation, moe_act, flex": EAGER | FLEX | {"labels": ["moe_act"]},
+    "fused router": {"training.kernels.moe_router_fusion": True},
+    "fused router, sigmoid, bf16, moe": BF16_ROUTER
+    | {
+        "training.kernels.moe_router_fusion": True,
+        f"{MOE}moe_router_score_function": "sigmoid",
+        f"{MOE}moe_router_load_balancing_type": "seq_aux_loss",
+        "labels": ["moe"],
+    },
     "z-loss": {f"{MOE}moe_z_loss_coeff": 0.001},
     "auxiliary loss over all ranks": {f"{MOE}moe_router_load_balancing_type": "global_aux_loss"},
     "auxiliary loss per sequence": {
