@@ -279,10 +279,28 @@ class _Player:
             within = inside | {checkpoint}
             held = [*self._incoming(checkpoint), *self._replay(checkpoint, within)]
             self._reverse(checkpoint.first, checkpoint.last, within)
+            self._part_gradients(checkpoint)
             self._keep_graph(checkpoint)
             for storage in (*held, *self._inputs.pop(checkpoint)):
                 self._release(storage)
             position = checkpoint.first - 1
+
+    def _part_gradients(self, region: Region) -> None:
+        """Give each view its own gradient where one tensor holds those of all the views of another.
+
+        A checkpoint's inputs are leaves, and a leaf takes a gradient as it is only if it is laid out like itself
+        (`accumulate_grad.h`, `obeys_layout_contract`); the parts of a packed gradient are not.
+        """
+        views: dict[Value, list[Value]] = {}
+        for value in self._region_values(region):
+            if value.base is not None and value in self._gradients:
+                views.setdefault(value.base, []).append(value)
+        for parts in views.values():
+            packed = self._gradients[parts[0]]
+            if len(parts) > 1 and all(self._gradients[part] is packed for part in parts):
+                for part in parts:
+                    self._gradients[part] = self._new(part, f"{part.name} gradient")
+                    self._release(packed)
 
     def _keep_graph(self, region: Region) -> None:
         """Keep what a module attribute made in a replay holds on to until the module's next forward replaces it.
@@ -385,7 +403,7 @@ class _Player:
     def _gradient(self, op: Op, value: Value, flowing: list[_Storage]) -> _Storage:
         if op.weight is not None and value.is_weight and self._fused_weight_gradients:
             return self._retain(self._dummy)
-        if op.aliases:
+        if op.aliases and all(each is flowing[0] for each in flowing):
             return self._retain(flowing[0])
         if op.gradient_in is not None:
             return self._retain(self._storages[op.gradient_in.storage])

@@ -140,7 +140,8 @@ def _split(tape: Tape, sizes: Sizes, packed: Value, heads: _Heads) -> tuple[Valu
         tape.view(packed, name, shape) for name, shape in (("query", queries), ("key", keys), ("value", keys))
     )
     gate = tape.view(packed, "gate", queries) if heads.gate else None
-    tape.op("split", [packed], [query, *([gate] if gate is not None else []), key, value])
+    # Where the gradients of the parts are one tensor already, it is handed on (`SplitAlongDim`).
+    tape.op("split", [packed], [query, *([gate] if gate is not None else []), key, value], aliases=True)
     return _own_heads(tape, _reshaped(tape, query, heads), heads), key, value, gate
 
 

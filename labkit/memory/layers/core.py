@@ -6,7 +6,7 @@ Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product
 from collections.abc import Callable, Sequence
 
 from labkit.memory.layers.context_parallel import context_parallel_attention
-from labkit.memory.layers.flash import flash_attention, interleaved
+from labkit.memory.layers.flash import as_packed, flash_attention, interleaved
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
@@ -18,9 +18,6 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
 
     The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
     view is copied first (`get_qkv_layout`).
-
-    Known limitation: with `core_attn` recomputed, autograd copies each part of the one packed gradient of such views
-    at the checkpoint's edge, and puts them together again behind it; that is not priced.
     """
     qkv = [query, key, value]
     if interleaved(qkv) is None or sizes.cp > 1:
@@ -51,9 +48,8 @@ def _fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int)
     """
     query, _, value = qkv
     heads = query.shape[1]
-    packed = interleaved(qkv)
-    inputs = qkv if packed is None else [packed]
     with tape.module("fused_attention"):
+        inputs = as_packed(tape, qkv)
         out = tape.value("output", (sizes.tokens, heads * value.shape[-1]))
         statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence, 1), "fp32", grad=False)
         rng_state = tape.value("rng_state", (2,), "int64", grad=False)

@@ -80,13 +80,23 @@ def interleaved(qkv: Sequence[Value]) -> Value | None:
     return packed if packed.shape[-1] == 3 * heads * width else None
 
 
+def as_packed(tape: Tape, qkv: Sequence[Value]) -> Sequence[Value]:
+    """Query, key and value, or the packed tensor that they are, whose one gradient is then that of each."""
+    packed = interleaved(qkv)
+    if packed is None:
+        return qkv
+    whole = tape.view(packed, "qkv", packed.shape)
+    tape.op("packed", qkv, [whole], aliases=True)
+    return [whole]
+
+
 def _batch_first(tape: Tape, sizes: Sizes, qkv: Sequence[Value]) -> list[Value]:
     packed = interleaved(qkv)
     if packed is not None and qkv[0].shape[-1] == _PREPARED_WIDTH and sizes.choices.prepare_kernel:
         # `_PrepareQKVForFA`: one copy of all three, and one gradient.
         whole = tape.value("qkv", packed.shape)
         parts = [tape.view(whole, part.name, part.shape) for part in qkv]
-        tape.op("prepare_qkv", [packed], [whole, *parts])
+        tape.op("prepare_qkv", as_packed(tape, qkv), [whole, *parts])
         return parts
     if packed is None and sizes.choices.one_sequence:
         return list(qkv)

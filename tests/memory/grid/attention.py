@@ -56,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bias": {"model.add_qkv_bias": True},
     "no positions": BARE,
     "no positions, many heads": BARE | {"model.num_query_groups": None},
+    "no positions, many heads, core_attn": BARE | {"model.num_query_groups": None, "labels": ["core_attn"]},
     "no positions, query and key norm": BARE | QK_NORM,
     "half of a head turned": {"model.rotary_percent": 0.5},
     "fused rotary": {"training.kernels.apply_rope_fusion": True},
@@ -76,6 +77,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flash, gated, core_attn": FLASH | GATED | {"labels": ["core_attn"]},
     "flash, no positions, many heads": FLASH | BARE | {"model.num_query_groups": None},
     "flash, no positions, many heads of 128": FLASH | BARE | {"model.num_query_groups": None, "model.kv_channels": 128},
+    "flash, no positions, many heads of 128, core_attn": FLASH
+    | BARE
+    | {"model.num_query_groups": None, "model.kv_channels": 128, "labels": ["core_attn"]},
     "flash, full uniform 1, longer": FLASH | {"batch.seq_length": 8192, "full": ("uniform", 1)},
     "context parallel": CONTEXT,
     "context parallel, core_attn": CONTEXT | {"labels": ["core_attn"]},
