@@ -7,7 +7,7 @@ Bytes may be arrays over the lengths of a sweep.
 Known limitation: of several micro-batches in flight, what a module's attributes keep is taken to go with its backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -197,6 +197,8 @@ class Meter:
         self._kept: list[_Kept] = []
         self.prefetched: Any = 0
         """Bytes of an input received ahead of its forward."""
+        self.kept_by_schedule: dict[str, Any] = {}
+        """Bytes that variables of the schedule keep."""
         self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
         """What passes of a chunk do that are not its first."""
         self._latest: dict[int, int] = {}
@@ -268,9 +270,9 @@ class Meter:
             self._has_run_backward.add(index)
         self._caller_keeps(chunk, index, backward=True, latest=not let_go)
 
-    def caller_lets_go(self) -> None:
+    def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
         """The caller of the model drops what it has kept."""
-        for key in CALLERS:
+        for key in keys:
             self._drop(key)
 
     def _drop(self, holder: str | int) -> None:
@@ -286,6 +288,16 @@ class Meter:
         self.prefetched = self._of(chunk.units[0]).output
         self.add(Change(self.prefetched, self.prefetched))
 
+    def keep(self, chunk: Chunk, what: str, count: int) -> None:
+        """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
+        nbytes = self._of(chunk.units[0]).output * count
+        self.kept_by_schedule[what] = nbytes
+        self.add(Change(nbytes, nbytes))
+
+    def free(self, what: str) -> None:
+        """The variable lets go of them, if it kept any."""
+        self.level = self.level - self.kept_by_schedule.pop(what, 0)
+
     def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
         """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""
         for unit in chunk.units if len(chunk.units) == 1 else (chunk.units[0], chunk.units[-1]):
@@ -295,6 +307,8 @@ class Meter:
                 with_input = key == SENT_GRADIENT and latest
                 self._kept.append(_Kept(nbytes, {key, index} if with_input else {key}))
         first = self._of(chunk.units[0])
+        if backward and not first.keeps_output:
+            self._drop(SENT_GRADIENT)
         if backward and latest and first.keeps_output:
             # The next unit's pass is done with it.
             self.level = self.level + first.output

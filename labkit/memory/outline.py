@@ -1,12 +1,13 @@
 """What an estimate comes to, without its rows: the peak of every phase, in a few milliseconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 from labkit.memory.book import Book
 from labkit.memory.meter import Change, Integers, Meter, Pool
+from labkit.memory.script import CALLERS
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.tape import Shape
@@ -106,7 +107,7 @@ class _Levels:
         if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
         if phase == "backward" and (iteration, phase) not in self.peaks:
-            self.retained = self.retained + self._meter.prefetched
+            self.retained = self.retained + self._meter.prefetched + sum(self._meter.kept_by_schedule.values())
         self._meter.start_phase()
         self._iteration, self._now = iteration, (iteration, phase)
 
@@ -121,6 +122,12 @@ class _Levels:
     def prefetch(self, chunk: Chunk) -> None:
         self._meter.prefetch(chunk)
 
+    def keep(self, chunk: Chunk, what: str, count: int) -> None:
+        self._meter.keep(chunk, what, count)
+
+    def free(self, what: str) -> None:
+        self._meter.free(what)
+
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         left = self._meter.forward(chunk, index, microbatch)
         if self._now == (self._iteration, "forward") and (self._iteration, "backward") not in self.peaks:
@@ -129,8 +136,8 @@ class _Levels:
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         self._meter.backward(chunk, index, microbatch)
 
-    def caller_lets_go(self) -> None:
-        self._meter.caller_lets_go()
+    def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
+        self._meter.caller_lets_go(keys)
 
     def sync_gradients(self) -> None:
         self._meter.add(self._state.sync_gradients)

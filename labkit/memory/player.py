@@ -150,6 +150,9 @@ class _Player:
         self._reverse(0, len(tape.ops) - 1, frozenset())
         if tape.leaves is not None:
             self._steps.append((LEAVE, self._gradients[tape.leaves].slot or 0, ""))
+        if tape.entry is None and not tape.ops[0].persists:
+            # It received nothing: the schedule's variable holds no gradient of an input now.
+            self._steps.append((LET_GO, -1, SENT_GRADIENT))
         if tape.entry is not None:
             gradient = self._gradients[tape.entry]
             self.script.gradient_in = gradient.slot

@@ -1,5 +1,7 @@
 """Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
 
+from collections.abc import Iterable
+
 from labkit.memory.book import Book
 from labkit.memory.script import (
     CACHE,
@@ -39,6 +41,8 @@ class Writer:
         self._prefetched: int | None = None
         self._left: dict[int, int] = {}
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
+        self._kept: dict[str, list[int]] = {}
+        """Entries that variables of the schedule keep."""
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
@@ -69,6 +73,16 @@ class Writer:
         unit = chunk.units[0]
         self._prefetched = self._open(unit, unit.script.slots[unit.script.output or 0])
 
+    def keep(self, chunk: Chunk, what: str, count: int) -> None:
+        """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
+        unit = chunk.units[0]
+        self._kept[what] = [self._open(unit, unit.script.slots[unit.script.output or 0]) for _ in range(count)]
+
+    def free(self, what: str) -> None:
+        """The variable lets go of them, if it kept any."""
+        for number in self._kept.pop(what, ()):
+            self._book.close(number)
+
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
@@ -97,9 +111,9 @@ class Writer:
                 gradient = frame[unit.script.gradient_in]
         self._handed_on = gradient
 
-    def caller_lets_go(self) -> None:
+    def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
         """The caller of the model drops what it has kept."""
-        for key in CALLERS:
+        for key in keys:
             for number in self._held.pop(self._holder((-1, -1), key), ()):
                 self._let_go(number)
 

@@ -20,6 +20,8 @@ _TAKEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeli
 def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
     """Rules a pipelined workload breaks."""
     layout = workload.parallelism
+    if layout.world_size % (layout.tp * layout.pp * layout.cp):
+        return
     stated = [getattr(layout, name) for name in _ENDS]
     if any(number is not None for number in stated):
         if any(getattr(layout, name) for name in _TAKEN):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, state
+from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, pipeline, state
 
 FAMILIES = {
     "attention": attention,
@@ -19,6 +19,7 @@ FAMILIES = {
     "mlp": mlp,
     "moe": moe,
     "moonlight": moonlight,
+    "pipeline": pipeline,
     "state": state,
 }
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]

@@ -1,0 +1,84 @@
+"""Pipeline stages: even, uneven, interleaved, with few and many micro-batches, under recompute; every stage counts."""
+
+from typing import Any
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {
+        "name": "pipeline",
+        "num_layers": 8,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1408,
+        "num_attention_heads": 8,
+        "vocab_size": 5000,
+        "multi_latent_attention": {
+            "q_lora_rank": 192,
+            "kv_lora_rank": 128,
+            "qk_head_dim": 64,
+            "qk_pos_emb_head_dim": 32,
+            "v_head_dim": 64,
+        },
+        "mixture_of_experts": {
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 352,
+            "moe_shared_expert_intermediate_size": 704,
+            "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
+        },
+    },
+    "parallelism": {"world_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "batch": {"seq_length": 768, "global_batch_size": 16},
+    "training": {},
+}
+DENSE = {"model.mixture_of_experts": None, "model.multi_latent_attention": None, "model.num_query_groups": 2}
+FOUR = {"parallelism.world_size": 4, "parallelism.pipeline_model_parallel_size": 4}
+INTERLEAVED = {"parallelism.virtual_pipeline_model_parallel_size": 2}
+THREE = {
+    "parallelism.world_size": 3,
+    "parallelism.pipeline_model_parallel_size": 3,
+    "model.num_layers": 6,
+    "model.mixture_of_experts.moe_layer_freq": 1,
+    "batch.global_batch_size": 18,
+}
+TENSOR = {
+    "parallelism.world_size": 4,
+    "parallelism.tensor_model_parallel_size": 2,
+    "parallelism.sequence_parallel": True,
+    "parallelism.expert_model_parallel_size": 2,
+}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "two stages": {},
+    "two stages, dense": DENSE,
+    "four stages": FOUR,
+    "four stages, few micro-batches": FOUR | {"batch.global_batch_size": 3},
+    "four stages, as many micro-batches": FOUR | {"batch.global_batch_size": 4},
+    "first stage short": {"parallelism.num_layers_in_first_pipeline_stage": 2},
+    "last stage short": FOUR | {"parallelism.num_layers_in_last_pipeline_stage": 2},
+    "first and last stage short": FOUR
+    | {"parallelism.num_layers_in_first_pipeline_stage": 1, "parallelism.num_layers_in_last_pipeline_stage": 1},
+    "embedding and loss take places": {
+        "parallelism.account_for_embedding_in_pipeline_split": True,
+        "parallelism.account_for_loss_in_pipeline_split": True,
+    },
+    "tensor and expert ranks": TENSOR,
+    "interleaved": INTERLEAVED,
+    "interleaved, dense": INTERLEAVED | DENSE,
+    "interleaved, four stages": INTERLEAVED | FOUR,
+    "interleaved, three stages": INTERLEAVED | THREE,
+    "interleaved, four chunks": {
+        "parallelism.virtual_pipeline_model_parallel_size": 4,
+    },
+    "interleaved, few micro-batches": INTERLEAVED | FOUR | {"batch.global_batch_size": 4},
+    "interleaved, larger groups": INTERLEAVED
+    | {"parallelism.microbatch_group_size_per_vp_stage": 4, "batch.global_batch_size": 20},
+    "interleaved, tensor and expert ranks": INTERLEAVED | TENSOR,
+    "interleaved, every small label": INTERLEAVED | {"labels": ["layernorm", "mla_up_proj", "moe_act", "mlp"]},
+    "interleaved, full uniform 1": INTERLEAVED | {"full": ("uniform", 1)},
+    "moe": {"labels": ["moe"]},
+    "core_attn, dense": DENSE | {"labels": ["core_attn"]},
+    "full uniform 1": {"full": ("uniform", 1)},
+    "full uniform 2": FOUR | {"full": ("uniform", 2)},
+    "full block 1": {"full": ("block", 1)},
+    "no overlap": FOUR
+    | {"training.data_parallel.overlap_param_gather": False, "training.data_parallel.overlap_grad_reduce": False},
+}

@@ -1,0 +1,70 @@
+"""Pipeline splits and micro-batch groups that Megatron Core refuses are refused with a sentence, others are not."""
+
+from typing import Any
+
+import pytest
+
+from labkit import Workload
+from labkit.workload.pipeline_rules import pipeline_findings
+from tests.small import MODEL
+
+
+def errors(layers: int, stages: int, micro_batches: int = 8, **layout: Any) -> list[str]:
+    """The rules that a dense model's pipeline breaks."""
+    workload = Workload.unchecked(
+        {
+            "model": {**MODEL, "num_layers": layers, "mixture_of_experts": None},
+            "parallelism": {"world_size": stages, "pipeline_model_parallel_size": stages, **layout},
+            "batch": {"seq_length": 256, "global_batch_size": micro_batches},
+        }
+    )
+    return [str(finding) for finding in pipeline_findings(workload) if finding.severity == "error"]
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+CHUNKS, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "layout"),
+    [
+        (4, 1, {}),
+        (4, 2, {}),
+        (8, 2, {CHUNKS: 2}),
+        (8, 2, {CHUNKS: 4}),
+        (7, 2, {FIRST: 3}),
+        (7, 2, {FIRST: 3, LAST: 4}),
+        (8, 4, {FIRST: 1, LAST: 3}),
+        (6, 2, {EMBEDDING: True, LOSS: True}),
+        (7, 2, {LOSS: True}),
+        (7, 2, {LOSS: True, CHUNKS: 2}),
+        (8, 2, {CHUNKS: 2, GROUP: 3}),
+        (8, 2, {FIRST: 2, CHUNKS: 2}),
+    ],
+)
+def test_what_megatron_splits_is_not_refused(layers: int, stages: int, layout: dict[str, Any]) -> None:
+    assert errors(layers, stages, **layout) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "layout"),
+    [
+        (5, 2, {}),
+        (4, 1, {CHUNKS: 2}),
+        (6, 2, {CHUNKS: 2}),
+        (4, 1, {FIRST: 2}),
+        (7, 2, {FIRST: 3, LAST: 3}),
+        (8, 4, {FIRST: 1, LAST: 2}),
+        (8, 4, {FIRST: 8}),
+        (7, 2, {FIRST: 3, CHUNKS: 2}),
+        (7, 2, {FIRST: 3, LOSS: True}),
+        (8, 2, {LOSS: True}),
+        (8, 2, {CHUNKS: 2, GROUP: 1}),
+        (8, 2, {CHUNKS: 2, GROUP: 9}),
+        (8, 2, {CHUNKS: 2, "micro_batches": 7}),
+        (8, 4, {CHUNKS: 2, "micro_batches": 3}),
+    ],
+)
+def test_what_megatron_cannot_split_is_refused(layers: int, stages: int, layout: dict[str, Any]) -> None:
+    assert errors(layers, stages, **layout)
