@@ -84,7 +84,11 @@ def test_more_tokens_never_cost_less(name: str, labels: frozenset[str], lengths:
     cases = [longer(case, times).model_copy(update={"recompute": selective(labels)}) for times in sorted(lengths)]
     assume(not any(finding.severity == "error" for finding in cases[0].findings))
     frame = sweep(cases)
-    for column in ("peak_tensor_bytes", "retained_bytes", "between_steps_bytes"):
+    columns = ["peak_allocated_bytes"]
+    if case.parallelism.pp == 1:
+        # Of several stages another one may become the fullest.
+        columns += ["peak_tensor_bytes", "retained_bytes", "between_steps_bytes"]
+    for column in columns:
         assert all(fewer <= more for fewer, more in pairwise(frame[column])), (column, frame[column].to_list())
 
 
