@@ -160,7 +160,7 @@ def test_open_routing_gives_a_range_that_names_it() -> None:
     assert [case.value for case in found.cases] == ["balanced", "allowance", "worst"]
     assert found.low_bytes == estimate(workload).peak_allocated_bytes < found.high_bytes
     stated = Workload.from_mapping({**workload.model_dump(), "routing": {"kind": "worst"}})
-    assert estimate(stated).peak_allocated_bytes == found.high_bytes
+    assert estimate(stated).peak_allocated_bytes == pytest.approx(found.high_bytes, rel=0.01)
     assert ranged(estimate(stated)).ranges == ()
 
 

@@ -76,11 +76,15 @@ def test_an_open_field_is_named_and_priced_as_if_it_were_stated(
     (only,) = found.ranges
     assert only.field == field
     assert only.cases[0].peak_allocated_bytes == found.peak_allocated_bytes
-    peaks = {case.peak_allocated_bytes for case in only.cases}
-    for each in alternatives:
-        assert estimate(opened(**each)).peak_allocated_bytes in peaks - {found.peak_allocated_bytes}
+    peaks = [case.peak_allocated_bytes for case in only.cases]
     assert found.peak_range is not None
-    assert (found.peak_range.low_bytes, found.peak_range.high_bytes) == (min(peaks), max(peaks))
+    assert found.peak_range.low_bytes <= min(peaks)
+    assert found.peak_range.high_bytes >= max(peaks)
+    for each in alternatives:
+        stated = estimate(opened(**each)).peak_allocated_bytes
+        # A single field is priced in tensors, the ends of the range in blocks.
+        assert min(abs(peak / stated - 1) for peak in peaks[1:]) < 0.01
+        assert found.peak_range.low_bytes <= stated <= found.peak_range.high_bytes
 
 
 def test_a_field_that_decides_nothing_here_is_not_named() -> None:
