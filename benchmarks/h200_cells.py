@@ -101,6 +101,18 @@ def _rows(path: Path) -> list[dict[str, str]]:
             wanted = name not in OPTIONAL or row[name]
             if wanted and not (row[name].isascii() and row[name].isdigit() and len(row[name]) <= _MOST_DIGITS):
                 raise InputError(f"{path}, case {row['case'][:80]}: {name} should be a number, not {row[name][:80]!r}")
+        for name in FLAGS if row["status"] == "measured" else ():
+            row[name] = row[name].capitalize()
+            if row[name] not in ("True", "False"):
+                raise InputError(
+                    f"{path}, case {row['case'][:80]}: {name} should be True or False, not {row[name][:80]!r}"
+                )
+        for name in AT_LEAST_ONE if row["status"] == "measured" else ():
+            if row[name] and not int(row[name]):
+                raise InputError(f"{path}, case {row['case'][:80]}: {name} should be at least 1")
+        if row["status"] not in STATUSES:
+            known = " or ".join(STATUSES)
+            raise InputError(f"{path}, case {row['case'][:80]}: status should be {known}, not {row['status'][:80]!r}")
     return rows
 
 
@@ -131,6 +143,11 @@ def _shortest(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, ...], int]:
         found[_series(row)] = min(tokens, found.get(_series(row), tokens))
     return found
 
+
+FLAGS = ("sequence_parallel", "compiled", "concentrated_routing")
+STATUSES = ("measured", "refused")
+AT_LEAST_ONE = ("tp", "cp", "ep", "etp", "layers", *PHASES.values(), *WARM.values())
+"""Numbers of a measured cell that cannot be zero."""
 
 WORKSPACE_BYTES = 96 * 2**20 + 1024
 """The least that a process holds after its first run: workspaces of Transformer Engine and of two cuBLAS handles."""
@@ -218,7 +235,7 @@ def _workload(row: Mapping[str, str], source: str) -> Workload:
             "kernels": _kernels(model),
         },
     }
-    if row["concentrated_routing"] == "True":
+    if row["concentrated_routing"] == "True" and int(row["ep"]) > 1:
         mapping["routing"] = {"kind": "concentrated", "share": float(Fraction(CONCENTRATED_SHARE))}
     return Workload.from_mapping(mapping, source)
 

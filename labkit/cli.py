@@ -250,7 +250,8 @@ def _existing(stage: int | None, workload: "Workload") -> int | None:
     """`stage`, if the workload's pipeline has it."""
     stages = workload.parallelism.pp
     if stage is not None and stage >= stages:
-        raise InputError(f"--stage {stage}: the pipeline has {stages} stages; use 0 to {stages - 1}")
+        there_are = "there is no pipeline; leave it out" if stages == 1 else f"use 0 to {stages - 1}"
+        raise InputError(f"--stage {stage}: no such pipeline stage; {there_are}")
     return stage
 
 

@@ -11,7 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
-from labkit.memory.script import CACHE, CALLER, CALLERS, CLOSE, LET_GO, ONCE, OPEN, OUTPUTS, SENT_GRADIENT, TAKE, Script
+from labkit.memory.script import (
+    CACHE,
+    CALLER,
+    CALLERS,
+    CLOSE,
+    LET_GO,
+    ONCE,
+    OPEN,
+    OUTPUTS,
+    SENT_GRADIENT,
+    TAKE,
+    Script,
+    once_key,
+)
 from labkit.memory.units import Chunk, Unit
 
 CacheUse = Literal["hit", "grow", "churn"]
@@ -236,19 +249,19 @@ class Meter:
         if earlier == "over":
             before = before - self._attributes(chunk)
         if index in self._warm:
-            self._again((chunk, earlier), lambda: self._stretches_forward(chunk, earlier, warm=True))
+            self._again((chunk, earlier), lambda: self._stretches_forward(chunk, index, earlier, warm=True))
         else:
-            self._stretches_forward(chunk, earlier, warm=False)
+            self._stretches_forward(chunk, index, earlier, warm=False)
             self._warm.add(index)
         self._caller_keeps(chunk, index, backward=False, latest=True)
         return self.level - before
 
-    def _stretches_forward(self, chunk: Chunk, earlier: Earlier, *, warm: bool) -> None:
+    def _stretches_forward(self, chunk: Chunk, index: int, earlier: Earlier, *, warm: bool) -> None:
         for units, times in chunk.stretches:
             meters = [self._of(unit) for unit in units]
             left = times
             while left:
-                uses = [(each, self._use(each, warm), self._opens(each.once[False])) for each in meters]
+                uses = [(each, self._use(each, warm), self._opens(each.once[False], index)) for each in meters]
                 self._together([each.forward(earlier, use, opens) for each, use, opens in uses])
                 left -= 1
                 alike = self._alike(meters, left, warm)
@@ -264,9 +277,9 @@ class Meter:
         if any(key == CALLER for key, _ in self._of(chunk.units[-1]).kept_by_caller[True]):
             self._drop(CALLER)
         if index in self._has_run_backward:
-            self._again((chunk, let_go), lambda: self._stretches_backward(chunk, let_go))
+            self._again((chunk, let_go), lambda: self._stretches_backward(chunk, index, let_go))
         else:
-            self._stretches_backward(chunk, let_go)
+            self._stretches_backward(chunk, index, let_go)
             self._has_run_backward.add(index)
         self._caller_keeps(chunk, index, backward=True, latest=not let_go)
 
@@ -314,10 +327,10 @@ class Meter:
             self.level = self.level + first.output
             self._kept.append(_Kept(first.output, {index}))
 
-    def _stretches_backward(self, chunk: Chunk, let_go: bool) -> None:
+    def _stretches_backward(self, chunk: Chunk, index: int, let_go: bool) -> None:
         for units, times in reversed(chunk.stretches):
             meters = [self._of(unit) for unit in reversed(units)]
-            self._together([each.backward(let_go, self._opens(each.once[True])) for each in meters])
+            self._together([each.backward(let_go, self._opens(each.once[True], index)) for each in meters])
             self._together([each.backward(let_go, frozenset()) for each in meters], times - 1)
 
     def _again(self, key: tuple[Chunk, Earlier | bool], run: Callable[[], None]) -> None:
@@ -347,10 +360,10 @@ class Meter:
     def _joined(self, first: Change, second: Change) -> Change:
         return Change(self._larger(first.peak, first.net + second.peak), first.net + second.net)
 
-    def _opens(self, once: frozenset[str]) -> frozenset[str]:
-        """What the process allocates for the first time."""
-        opens = once - self._once
-        self._once |= opens
+    def _opens(self, once: frozenset[str], index: int) -> frozenset[str]:
+        """What the process allocates for the first time in a pass of chunk `index`."""
+        opens = frozenset(key for key in once if once_key(key, index) not in self._once)
+        self._once.update(once_key(key, index) for key in opens)
         return opens
 
     def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:

@@ -17,6 +17,7 @@ from labkit.memory.script import (
     INPUT,
     LEAVE,
     LET_GO,
+    OF_CHUNK,
     ONCE,
     OPEN,
     OUTPUTS,
@@ -231,8 +232,10 @@ class _Player:
     def _cache(self, op: Op) -> None:
         for value in op.outputs:
             if op.layer is None:
-                # One module outside the layers: its one entry stays.
-                self._open_once(f"{op.module} {value.name}", Buffer(value.name, value.shape, value.dtype), value.module)
+                # One module of the model chunk: its one entry stays.
+                self._open_once(
+                    f"{OF_CHUNK}{op.module} {value.name}", Buffer(value.name, value.shape, value.dtype), value.module
+                )
                 continue
             slot = self._slot(value, value.name)
             self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches)

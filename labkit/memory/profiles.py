@@ -155,6 +155,10 @@ def _observation(path: Path) -> Observation:
     content = read_regular(path, _MAXIMUM_BYTES)
     # Not strict: JSON has lists for tuples.
     observation = Observation.model_validate_json(content, strict=False)
+    try:
+        observation.workload.checked()
+    except InputError as error:
+        raise ValueError(str(error)) from None
     if path.name != _name(observation):
         raise ValueError("its content belongs to another name")
     return observation

@@ -9,7 +9,8 @@ from labkit.workload import Workload
 class Pass(NamedTuple):
     """One pass of one model chunk; `prefetch` only receives the input of its forward.
 
-    The rest is what variables of the interleaved schedule keep: `keep output` what the chunk has sent, `keep gradient`
+    The rest is what variables of the schedule keep. Without chunks: `keep last input` what the last backward's graph
+    began with, until the next forward returns. With them: `keep output` what the chunk has sent, `keep gradient`
     what is received ahead of the chunk's backward, until `free ...`; `keep input` an input and its gradient until the
     schedule returns. `free last gradient`: what the last backward received goes.
     """
@@ -24,6 +25,8 @@ class Pass(NamedTuple):
         "keep gradient",
         "free gradient",
         "free last gradient",
+        "keep last input",
+        "free last input",
     ]
     chunk: int
     microbatch: int
@@ -44,8 +47,13 @@ def passes(workload: Workload, stage: int) -> Iterator[Pass]:
         return
     for position, (microbatch, chunk) in enumerate(table):
         yield Pass("forward", chunk, microbatch)
+        if position > warmup and stage:
+            yield Pass("free last input", chunk, microbatch)
         if position >= warmup:
             yield next(backwards)
+            if stage and position + 1 < len(table):
+                # `output_tensor` still names the output of the backward that is over, until `forward_step` returns.
+                yield Pass("keep last input", chunk, microbatch)
     yield from backwards
 
 

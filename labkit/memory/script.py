@@ -31,6 +31,15 @@ CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: out
 outputs, of which there may be several)."""
 CALLERS = frozenset((CALLER, SENT_GRADIENT, OUTPUTS))
 
+OF_CHUNK = "chunk: "
+"""Begins the keys of what every model chunk of the process allocates once (a module outside the layers)."""
+
+
+def once_key(key: str, chunk: int) -> str:
+    """The key within the process of what a unit of model chunk number `chunk` allocates once."""
+    return f"{chunk} {key}" if key.startswith(OF_CHUNK) else key
+
+
 INPUT, GRADIENT_OUT = 0, 1
 """Slots that the unit's neighbours allocate: the residual stream it reads, the gradient of the one it writes."""
 

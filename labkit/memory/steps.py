@@ -91,6 +91,10 @@ def _schedule_keeps(what: str, chunk: Chunk, books: Books) -> None:
             books.caller_lets_go((CALLER,))
         case "keep input":
             books.keep(chunk, "input", 2)
+        case "keep last input":
+            books.keep(chunk, "last input", 1)
+        case "free last input":
+            books.free("last input")
 
 
 def _backward(chunk: Chunk, index: int, microbatch: int, loss: Chunk | None, loss_index: int, books: Books) -> None:

@@ -112,7 +112,8 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     """Rows of workloads that differ in lengths and recompute alone."""
     lengths = sorted({case.batch.seq_length for case in cases})
     batch = cases[0].batch.model_copy(update={"seq_length": np.array(lengths, dtype=np.int64)})
-    sweeping = cases[0].model_copy(update={"batch": batch})
+    # Sequences of the `lora` runtime are no arrays; there all lengths are alike.
+    sweeping = cases[0].model_copy(update={"batch": batch}) if cases[0].training.runtime == "megatron" else cases[0]
     recorder = Recorder(sweeping, Sizes.of(sweeping))
     pools: dict[Callable[[Any], Any], Pool] = {size: Pool(_Arrays(size, len(lengths))) for size in (tensor, block)}
     priced: dict[Recompute, list[Row]] = {}

@@ -17,6 +17,7 @@ from labkit.memory.script import (
     OPEN,
     TAKE,
     Slot,
+    once_key,
 )
 from labkit.memory.state import State
 from labkit.memory.units import Chunk, Unit
@@ -133,8 +134,8 @@ class Writer:
             elif code == LET_GO:
                 for number in self._held.pop(self._holder(at, key), ()):
                     self._let_go(number)
-            elif code == ONCE and key not in self._once:
-                self._once.add(key)
+            elif code == ONCE and once_key(key, at[0]) not in self._once:
+                self._once.add(once_key(key, at[0]))
                 self._open(unit, slots[slot], library=True)
             elif code == CACHE:
                 self._cache(unit, slots[slot], key)

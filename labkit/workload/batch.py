@@ -1,6 +1,6 @@
 """What one training step reads."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from labkit.workload.base import Many, Part
 
@@ -13,7 +13,7 @@ class Packed(Part):
     ((2457, 5735, 5735), 13927, 16384)
     """
 
-    lengths: Many[PositiveInt]
+    lengths: Many[PositiveInt] = Field(min_length=1)
     """Tokens of each sequence, the shared prefix included."""
     shared_prefix: NonNegativeInt = 0
     """Leading tokens that all sequences have in common."""

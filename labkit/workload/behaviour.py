@@ -16,10 +16,10 @@ moments to fp32 in the step (no `fuse_unscale` in `optimizers/fused_adam.py`).""
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """`"2.20.2"` -> `(2, 20, 2)`; a non-numeric part ends it."""
+    """`"2.20.2"` -> `(2, 20, 2)`; a part that is no number of up to nine digits ends it."""
     numbers: list[int] = []
     for part in version.split("."):
-        if not (part.isascii() and part.isdigit()):
+        if not (part.isascii() and part.isdigit() and len(part) <= 9):
             break
         numbers.append(int(part))
     return tuple(numbers)

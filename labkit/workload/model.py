@@ -97,7 +97,7 @@ class MixtureOfExperts(Part):
     moe_z_loss_coeff: float | None = None
     moe_router_dtype: Literal["fp32"] | None = None
     """Dtype of routing and combination weights; None keeps the compute dtype."""
-    moe_expert_capacity_factor: float | None = Field(default=None, gt=0.0)
+    moe_expert_capacity_factor: float | None = Field(default=None, gt=0.0, le=1e6)
     """An expert takes at most this times its even share of a rank's rows, the rest is dropped; None drops nothing."""
     moe_pad_expert_input_to_capacity: bool = False
     """Every expert gets exactly its capacity."""
@@ -131,7 +131,7 @@ class Model(Part):
     hybrid_layer_pattern: str | None = None
     """One symbol a layer (`HYBRID_SYMBOLS`), each a mixer or an MLP alone; None: transformer layers of both."""
     mixture_of_experts: MixtureOfExperts | None = None
-    mtp_num_layers: PositiveInt | None = None
+    mtp_num_layers: Annotated[int, Field(gt=0, le=64)] | None = None
     """Multi-token prediction layers after the decoder."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     gated_linear_unit: bool = True

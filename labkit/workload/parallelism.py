@@ -22,7 +22,7 @@ class Parallelism(Part):
     """How context-parallel ranks exchange keys and values."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
     """Model chunks of a pipeline rank; None: one, without interleaving."""
-    microbatch_group_size_per_vp_stage: PositiveInt | None = None
+    microbatch_group_size_per_vp_stage: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Micro-batches a chunk runs before the next chunk's turn; None is Megatron's default, the pipeline size."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     num_layers_in_last_pipeline_stage: PositiveInt | None = None

@@ -7,6 +7,7 @@ share of all rows that the busiest expert-parallel rank gets. That rank is the o
 
 import math
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt
@@ -75,8 +76,16 @@ def expert_rows(workload: "Workload", share: Fraction, tokens: Any) -> ExpertRow
     return ExpertRows(to_busiest + elsewhere, to_busiest, to_busiest * senders, capacity)
 
 
+_FINEST_SHARE = 10**6
+"""Largest denominator of a share: rows times its numerator stay integers of 64 bits, which sweeps count in."""
+
+
 def busiest_share(workload: "Workload", layer: int | None) -> Fraction:
     """The part of all rows that the experts of the busiest rank get in a decoder layer, or (None) one behind it."""
+    return _busiest_share(workload, layer).limit_denominator(_FINEST_SHARE)
+
+
+def _busiest_share(workload: "Workload", layer: int | None) -> Fraction:
     routing, moe, ep = workload.routing or Routing(), _experts(workload), workload.parallelism.ep
     most = largest_share(moe, ep)
     match routing.kind:
@@ -112,12 +121,18 @@ def default_imbalance(ep: int) -> float:
 
 def _measured_share(workload: "Workload", histograms: tuple[tuple[int, ...], ...], layer: int | None) -> Fraction:
     """The busiest rank is the one with most rows over all layers; each layer's share is that rank's there."""
-    by_rank = [_by_rank(histogram, workload.parallelism.ep) for histogram in histograms]
-    totals = [sum(Fraction(rows[rank], sum(rows)) for rows in by_rank) for rank in range(workload.parallelism.ep)]
-    busiest = totals.index(max(totals))
+    by_rank, busiest = _ranked(histograms, workload.parallelism.ep)
     layers = [index for index, kind in enumerate(workload.model.layers) if kind.mlp == "moe"]
     rows = by_rank[layers.index(layer)] if len(by_rank) > 1 and layer in layers else by_rank[-1]
     return Fraction(rows[busiest], sum(rows))
+
+
+@lru_cache(maxsize=8)
+def _ranked(histograms: tuple[tuple[int, ...], ...], ep: int) -> tuple[list[list[int]], int]:
+    """Rows of each rank, layer by layer, and the rank that has most of all of them."""
+    by_rank = [_by_rank(histogram, ep) for histogram in histograms]
+    totals = [sum(Fraction(rows[rank], sum(rows)) for rows in by_rank) for rank in range(ep)]
+    return by_rank, totals.index(max(totals))
 
 
 def _by_rank(histogram: tuple[int, ...], ep: int) -> list[int]:

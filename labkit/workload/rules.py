@@ -45,6 +45,10 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
             and (layout.pp > 1 or layout.cp > 1 or model.hybrid_layer_pattern is not None),
             "multi-token prediction with a pipeline, context parallelism or a hybrid pattern",
         ),
+        "training.kernels.use_fused_weighted_squared_relu": (
+            workload.training.kernels.use_fused_weighted_squared_relu and model.gated_linear_unit,
+            "the fused squared ReLU of a gated MLP",
+        ),
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
         "parallelism.context_parallel_size": (
             layout.cp != 1 and model.mtp_num_layers is not None,

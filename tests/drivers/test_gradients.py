@@ -42,14 +42,14 @@ def _sum_of_two(device: str, *, first_kept: bool, second_kept: bool) -> tuple[li
 @pytest.mark.parametrize("second_kept", [False, True])
 def test_sums_of_gradients_are_booked_as_the_engine_makes_them(first_kept: bool, second_kept: bool) -> None:
     real_kept, real_sum = _sum_of_two("cpu", first_kept=first_kept, second_kept=second_kept)
-    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.add}):
+    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.adder()}):
         kept, traced_sum = _sum_of_two("meta", first_kept=first_kept, second_kept=second_kept)
     assert real_sum not in real_kept
     assert traced_sum not in kept
 
 
 def test_the_first_gradient_takes_the_sum_when_it_is_free() -> None:
-    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.add}) as tracker:
+    with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.adder()}) as tracker:
         x = torch.ones(1000, device="meta", requires_grad=True)
         y = x * 1
         before = len(tracker.allocations)

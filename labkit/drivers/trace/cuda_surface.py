@@ -154,6 +154,23 @@ def _tensor_type(original: Any) -> Callable[..., Any]:
     return type_
 
 
+def _keeping_attributes(apply: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """`Module._apply`, after which parameters have the attributes they had.
+
+    From host to CUDA it moves a parameter's data. Host and meta tensors are too different for that: it makes new
+    parameters, without what Megatron has noted on the old ones (`sequence_parallel`, `allreduce`).
+    """
+
+    def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        noted = {name: vars(tensor).copy() for name, tensor in module._parameters.items() if tensor is not None}
+        applied = apply(module, *args, **kwargs)
+        for name, attributes in noted.items():
+            vars(module._parameters[name]).update(attributes)
+        return applied
+
+    return run
+
+
 def replacements(gpu: Gpu) -> Iterator[Replacement]:
     """What `torch.cuda` and `torch.Tensor` say about the device while a trace runs on `gpu`."""
     major, minor = gpu.compute_capability
@@ -190,6 +207,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     }
     for name, answer in answers.items():
         yield Replacement(torch.cuda, name, _always(answer), NOTHING)
+    yield Replacement(torch.nn.Module, "_apply", _keeping_attributes(torch.nn.Module._apply), NOTHING)
     yield Replacement(torch.cuda, "get_rng_state", _rng_state, "nothing: the state is a host tensor")
     yield Replacement(torch.cuda, "current_stream", lambda device=None: Stream.current, NOTHING)
     yield Replacement(torch.cuda, "stream", _on_stream, NOTHING)

@@ -6,6 +6,7 @@ so: a trace would book a tensor that a GPU run does not make.
 """
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -14,21 +15,63 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.autograd.graph import _engine_run_backward
 
+from labkit.drivers.trace.origin import Origin
+from labkit.drivers.trace.tracker import StorageTracker
+
 _ENGINE = _engine_run_backward.__code__
-_ALONE = (4, 2, 4)
-"""References to a tensor, to its storage and to its Python object that `add` counts when the engine holds the last."""
+_ADD = torch.ops.aten.add.Tensor
+
+type Add = Callable[..., Tensor]
+type _References = tuple[int, int, int]
 
 
-def add(first: Tensor, second: Tensor, **options: Any) -> Tensor:
-    """`aten::add`: the engine's own sums of gradients go where `InputBuffer` puts them."""
-    if torch._C._current_graph_task_id() != -1 and _called_by_engine(sys._getframe(1)):
-        storage = first.untyped_storage()
-        of_tensor: Any = first._use_count  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
-        references = of_tensor(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(first)
-        if references == _ALONE and is_non_overlapping_and_dense_or_false(first):
-            return first
-    total: Tensor = torch.ops.aten.add.Tensor(first, second, **options)
-    return total
+def adder() -> Add:
+    """`aten::add` for `StorageTracker(instead=...)`: the engine's sums of gradients go where `InputBuffer` puts them.
+
+    How many references there are when the engine holds the last one depends on what lies between it and Python; so that
+    is looked at first.
+    """
+    alone: list[_References] = []
+
+    def look(first: Tensor, second: Tensor, **options: Any) -> Tensor:
+        if _called_by_engine(sys._getframe(1)):
+            alone.append(_references(first))
+        total: Tensor = _ADD(first, second, **options)
+        return total
+
+    with StorageTracker(Origin(), instead={_ADD: look}):
+        x = torch.ones(2, device="meta", requires_grad=True)
+        y = x * 1
+        (_Branch.apply(y) + _Branch.apply(y)).sum().backward()
+
+    def add(first: Tensor, second: Tensor, **options: Any) -> Tensor:
+        if torch._C._current_graph_task_id() != -1 and _called_by_engine(sys._getframe(1)):
+            references = _references(first)
+            if references == alone[0] and is_non_overlapping_and_dense_or_false(first):
+                return first
+        total: Tensor = _ADD(first, second, **options)
+        return total
+
+    return add
+
+
+class _Branch(torch.autograd.Function):
+    """Makes a gradient of its own, which no one keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def _references(tensor: Tensor) -> _References:
+    """To the tensor, to its storage and to its Python object."""
+    of_tensor: Any = tensor._use_count  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
+    storage = tensor.untyped_storage()
+    return of_tensor(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def _called_by_engine(frame: FrameType | None) -> bool:

@@ -54,7 +54,7 @@ def trace_here(
         before=lambda operator: workspaces.before_operator(tracker, operator),
         instead={
             torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
-            torch.ops.aten.add.Tensor: gradients.add,
+            torch.ops.aten.add.Tensor: gradients.adder(),
             **dispatchers.operators,
         },
     )

@@ -36,6 +36,21 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
+class _AnyMember(type):
+    """A class whose every attribute is a distinct integer: enumerations that Python only compares and passes on."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = sum(isinstance(member, int) for member in vars(cls).values())
+        setattr(cls, name, value)
+        return value
+
+
+class NVTE_QKV_Layout(metaclass=_AnyMember):
+    """How queries, keys and values lie in memory."""
+
+
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """cuDNN's fused attention kernels."""
 
@@ -196,7 +211,7 @@ def fused_attn_bwd(
 
     Gradients of one packed tensor are views of one packed gradient.
     """
-    layouts = sys.modules[MODULE].NVTE_QKV_Layout
+    layouts = NVTE_QKV_Layout
     if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_SBH3D):
         dim = -3 if dqkv_layout == layouts.NVTE_SB3HD else -2
         packed = torch.empty(*Q.shape[: dim + 1], 3, *Q.shape[dim + 1 :], dtype=Q.dtype, device=Q.device)
@@ -268,6 +283,7 @@ def _in_place(*args: Any, **kwargs: Any) -> None:
 _FUNCTIONS: dict[str, Any] = {
     "DType": DType,
     "NVTE_Fused_Attn_Backend": NVTE_Fused_Attn_Backend,
+    "NVTE_QKV_Layout": NVTE_QKV_Layout,
     "FusedAttentionParams": FusedAttentionParams,
     "generic_gemm": generic_gemm,
     "te_general_grouped_gemm": te_general_grouped_gemm,
@@ -306,17 +322,6 @@ def _refusal(name: str) -> Any:
         raise NotImplementedError(f"the trace has no shapes for {MODULE}.{name}")
 
     return refuse
-
-
-class _AnyMember(type):
-    """A class whose every attribute is a distinct integer: enumerations that Python only compares and passes on."""
-
-    def __getattr__(cls, name: str) -> int:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = sum(isinstance(member, int) for member in vars(cls).values())
-        setattr(cls, name, value)
-        return value
 
 
 class _Shapes(ModuleType):
