@@ -97,23 +97,32 @@ def _rows(path: Path) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as CSV ({error})") from None
     for row in rows:
-        for name in NUMBERS if row["status"] == "measured" else ():
-            wanted = name not in OPTIONAL or row[name]
-            if wanted and not (row[name].isascii() and row[name].isdigit() and len(row[name]) <= _MOST_DIGITS):
-                raise InputError(f"{path}, case {row['case'][:80]}: {name} should be a number, not {row[name][:80]!r}")
-        for name in FLAGS if row["status"] == "measured" else ():
-            row[name] = row[name].capitalize()
-            if row[name] not in ("True", "False"):
-                raise InputError(
-                    f"{path}, case {row['case'][:80]}: {name} should be True or False, not {row[name][:80]!r}"
-                )
-        for name in AT_LEAST_ONE if row["status"] == "measured" else ():
-            if row[name] and not int(row[name]):
-                raise InputError(f"{path}, case {row['case'][:80]}: {name} should be at least 1")
-        if row["status"] not in STATUSES:
-            known = " or ".join(STATUSES)
-            raise InputError(f"{path}, case {row['case'][:80]}: status should be {known}, not {row['status'][:80]!r}")
+        row |= {name: row[name].capitalize() for name in FLAGS}
+        problem = _problem(row)
+        if problem is not None:
+            raise InputError(f"{path}, case {row['case'][:80]}: {problem}")
     return rows
+
+
+def _problem(row: Mapping[str, str]) -> str | None:
+    """What is wrong with a row; only a measured one needs its figures."""
+    if row["status"] not in STATUSES:
+        return f"status should be {' or '.join(STATUSES)}, not {row['status'][:80]!r}"
+    if row["status"] != "measured":
+        return None
+    for name in NUMBERS:
+        text = row[name]
+        if not text and name in OPTIONAL:
+            continue
+        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+            return f"{name} should be a number, not {text[:80]!r}"
+    for name in FLAGS:
+        if row[name] not in ("True", "False"):
+            return f"{name} should be True or False, not {row[name][:80]!r}"
+    for name in AT_LEAST_ONE:
+        if row[name] and not int(row[name]):
+            return f"{name} should be at least 1"
+    return None
 
 
 def _layout(row: Mapping[str, str]) -> tuple[str, ...]:

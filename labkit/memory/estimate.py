@@ -1,7 +1,7 @@
 """`estimate`: what one rank holds, in closed form, explained row by row; no GPU, no torch."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from labkit.allocator import simulate_streams
@@ -29,7 +29,7 @@ class Estimate(Result):
         state = State([parameters(chunk) for chunk in model], workload, stage)
         run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
         simulated = simulate_streams(book.events, book.streams)
-        rank = stage * (workload.parallelism.world_size // workload.parallelism.pp)
+        rank = workload.parallelism.first_rank(stage)
         ledger = Ledger(book.rows(rank, simulated.block_bytes), book.moments)
         super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=simulated.reserved[-1][1])
         self.stage = stage
@@ -93,13 +93,14 @@ def fullest_stage(workload: Workload) -> int:
     return max(peaks, key=lambda peak: peak.peak_tensor_bytes).stage if peaks else 0
 
 
+@lru_cache(maxsize=16)
 def stage_peaks(workload: Workload) -> tuple[StagePeak, ...]:
     """The peaks of the pipeline stages; none where there is one stage alone."""
     layout = workload.parallelism
     return tuple(
         StagePeak(
             stage=stage,
-            rank=stage * (layout.world_size // layout.pp),
+            rank=layout.first_rank(stage),
             layers=sum(map(len, stage_layers(workload, stage))),
             peak_tensor_bytes=outline(workload, stage).peak_bytes,
         )

@@ -208,8 +208,6 @@ class Meter:
         """Chunks that have run a forward: their modules have used their caches."""
         self._has_run_backward: set[int] = set()
         self._kept: list[_Kept] = []
-        self.prefetched: Any = 0
-        """Bytes of an input received ahead of its forward."""
         self.kept_by_schedule: dict[str, Any] = {}
         """Bytes that variables of the schedule keep."""
         self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
@@ -236,8 +234,6 @@ class Meter:
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> Any:
         """Forward pass of model chunk `index`; returns the bytes it leaves for its backward."""
-        self.level = self.level - self.prefetched
-        self.prefetched = 0
         self._drop(index)
         before, latest = self.level, self._latest.get(index)
         earlier: Earlier = "none" if latest is None else "over"
@@ -295,11 +291,6 @@ class Meter:
             if not kept.holders:
                 self.level = self.level - kept.bytes
         self._kept = [kept for kept in self._kept if kept.holders]
-
-    def prefetch(self, chunk: Chunk) -> None:
-        """The next forward's input is received ahead of it."""
-        self.prefetched = self._of(chunk.units[0]).output
-        self.add(Change(self.prefetched, self.prefetched))
 
     def keep(self, chunk: Chunk, what: str, count: int) -> None:
         """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""

@@ -67,13 +67,13 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
 
     Agrees with the phases of `labkit.memory.estimate.estimate` to the byte, in tensors.
     """
-    return outline_of(chunks(workload, stage), workload, stage, Pool(Integers(size)), size)
+    return outline_of(chunks(workload, stage), workload, stage, Pool(Integers(size)))
 
 
-def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool, size: Callable[[int], int]) -> Outline:
+def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool) -> Outline:
     """The same of recorded units; in a sweep their bytes are arrays and `pool` sums arrays."""
     key = _StateKey(workload.model, workload.parallelism, workload.training, stage, model, workload)
-    books = _Levels(_state_changes(key, size), Meter(pool), pool.numbers.larger)
+    books = _Levels(_state_changes(key, pool.numbers.size), Meter(pool), pool.numbers.larger)
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
     return Outline(
@@ -107,7 +107,7 @@ class _Levels:
         if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
         if phase == "backward" and (iteration, phase) not in self.peaks:
-            self.retained = self.retained + self._meter.prefetched + sum(self._meter.kept_by_schedule.values())
+            self.retained = self.retained + sum(self._meter.kept_by_schedule.values())
         self._meter.start_phase()
         self._iteration, self._now = iteration, (iteration, phase)
 
@@ -118,9 +118,6 @@ class _Levels:
     def zero_gradients(self) -> None:
         if self._iteration:
             self._meter.add(self._state.zero_gradients)
-
-    def prefetch(self, chunk: Chunk) -> None:
-        self._meter.prefetch(chunk)
 
     def keep(self, chunk: Chunk, what: str, count: int) -> None:
         self._meter.keep(chunk, what, count)

@@ -12,6 +12,10 @@ ITERATIONS = 2
 """The first step lacks optimizer moments and library workspaces; the second is steady."""
 
 
+PREFETCHED = "prefetched"
+"""What a variable of the schedule keeps until a forward takes it: the input received ahead of that forward."""
+
+
 class Books(Protocol):
     """What happens in a step; chunks are named by index, micro-batches from 0."""
 
@@ -23,9 +27,6 @@ class Books(Protocol):
 
     def zero_gradients(self) -> None:
         """A step begins."""
-
-    def prefetch(self, chunk: Chunk) -> None:
-        """The input of the next forward, which is this model chunk's, is received ahead of it."""
 
     def keep(self, chunk: Chunk, what: str, count: int) -> None:
         """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
@@ -58,6 +59,7 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
         for phase, chunk, microbatch in passes(workload, stage):
             if phase == "forward":
                 books.enter(iteration, phase)
+                books.free(PREFETCHED)
                 books.forward(model[chunk], chunk, microbatch)
             elif phase == "backward":
                 books.enter(iteration, phase)
@@ -78,7 +80,7 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
 def _schedule_keeps(what: str, chunk: Chunk, books: Books) -> None:
     match what:
         case "prefetch":
-            books.prefetch(chunk)
+            books.keep(chunk, PREFETCHED, 1)
         case "keep output":
             books.keep(chunk, "output", 1)
         case "free output":

@@ -115,7 +115,7 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     # Sequences of the `lora` runtime are no arrays; there all lengths are alike.
     sweeping = cases[0].model_copy(update={"batch": batch}) if cases[0].training.runtime == "megatron" else cases[0]
     recorder = Recorder(sweeping, Sizes.of(sweeping))
-    pools: dict[Callable[[Any], Any], Pool] = {size: Pool(_Arrays(size, len(lengths))) for size in (tensor, block)}
+    pools = [Pool(_Arrays(size, len(lengths))) for size in (tensor, block)]
     priced: dict[Recompute, list[Row]] = {}
     for case in cases:
         if case.recompute not in priced:
@@ -123,12 +123,12 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
         yield priced[case.recompute][lengths.index(case.batch.seq_length)]
 
 
-def _rows(recorder: Recorder, case: Workload, pools: dict[Callable[[Any], Any], Pool], count: int) -> list[Row]:
+def _rows(recorder: Recorder, case: Workload, pools: Sequence[Pool], count: int) -> list[Row]:
     """One row for each length, of the stage that is fullest there."""
     best: list[Row | None] = [None] * count
     for stage in range(case.parallelism.pp):
         model = recorder.chunks(case.recompute, stage)
-        tensors, blocks = (outline_of(model, case, stage, pool, size) for size, pool in pools.items())
+        tensors, blocks = (outline_of(model, case, stage, pool) for pool in pools)
         levels = _table([phase.bytes for phase in blocks.phases], count)
         peaks = _table([phase.bytes for phase in tensors.phases], count).max(axis=0)
         other = _table([tensors.between_steps_bytes, tensors.retained_bytes], count)

@@ -39,7 +39,6 @@ class Writer:
         """Held entries that their pass is done with."""
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """Entries of each slot of each unit, by chunk and micro-batch."""
-        self._prefetched: int | None = None
         self._left: dict[int, int] = {}
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
         self._kept: dict[str, list[int]] = {}
@@ -69,11 +68,6 @@ class Writer:
         """The optimizer steps."""
         self._state.step(self._book)
 
-    def prefetch(self, chunk: Chunk) -> None:
-        """The next forward's input is received ahead of it."""
-        unit = chunk.units[0]
-        self._prefetched = self._open(unit, unit.script.slots[unit.script.output or 0])
-
     def keep(self, chunk: Chunk, what: str, count: int) -> None:
         """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
         unit = chunk.units[0]
@@ -88,9 +82,6 @@ class Writer:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
         hidden = self._handed_on
-        if self._prefetched is not None:
-            self._book.close(self._prefetched)
-            self._prefetched = None
         for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden

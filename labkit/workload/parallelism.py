@@ -46,6 +46,10 @@ class Parallelism(Part):
         """Model chunks of a pipeline rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
+    def first_rank(self, stage: int) -> int:
+        """The first rank of a pipeline stage; its ranks follow each other."""
+        return stage * (self.world_size // self.pp)
+
     @property
     def microbatch_group(self) -> int:
         """Micro-batches a model chunk runs in a row."""

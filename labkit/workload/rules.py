@@ -50,10 +50,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
             "the fused squared ReLU of a gated MLP",
         ),
         "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
-        "parallelism.context_parallel_size": (
-            layout.cp != 1 and model.mtp_num_layers is not None,
-            f"{layout.cp} with multi-token prediction",
-        ),
     }
     for field, (broken, what) in refused.items():
         if broken:

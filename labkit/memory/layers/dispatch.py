@@ -72,8 +72,8 @@ class Dispatcher(Protocol):
         """From the experts' output (received, width) to this rank's tokens (shard rows, width)."""
 
 
-class AllToAll:
-    """Permute, all-to-all over expert ranks, gather over their tensor ranks, sort (`MoEAlltoAllTokenDispatcher`)."""
+class _Permuting:
+    """What dispatchers that permute rows themselves know between dispatch and combine."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -81,6 +81,10 @@ class AllToAll:
         self._held: list[Value] = []
         """What `routed_experts_compute` keeps until it returns."""
         self._sum_dtype = ""
+
+
+class AllToAll(_Permuting):
+    """Permute, all-to-all over expert ranks, gather over their tensor ranks, sort (`MoEAlltoAllTokenDispatcher`)."""
 
     def dispatch(self, routed: Routed) -> Dispatched:
         """`dispatch_preprocess`, `token_dispatch`, `dispatch_postprocess`."""
@@ -192,14 +196,8 @@ class AllToAll:
         return out
 
 
-class AllGather:
+class AllGather(_Permuting):
     """Gather all tokens of all expert ranks, take those of local experts (`MoEAllGatherTokenDispatcher`)."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._mapping: Value | None = None
-        self._held: list[Value] = []
-        self._sum_dtype = ""
 
     def dispatch(self, routed: Routed) -> Dispatched:
         """`token_dispatch` and `dispatch_postprocess`."""
