@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from labkit.ledger import Certainty, Lifetime, Moment, Row
 from labkit.memory.tape import Shape
 
+RECEIVED_GRADIENT = "output_gradient"
+"""A tensor that a pipeline stage receives for its next backward: no forward pass leaves it."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -100,7 +103,7 @@ class Book:
         """
         starts = [moment.clock for moment in self.moments if moment.phase == "backward"]
         for number, entry in enumerate(self.entries, start=1):
-            if entry.phase == "forward" and entry.lifetime == "transient":
+            if entry.phase == "forward" and entry.lifetime == "transient" and entry.tensor != RECEIVED_GRADIENT:
                 backward = starts[bisect_left(starts, entry.born)]
                 if entry.dies is None or entry.dies >= backward:
                     entry.lifetime = "retained"

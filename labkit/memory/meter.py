@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
+from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
     CACHE,
-    CALLER,
     CALLERS,
     CLOSE,
     LET_GO,
@@ -208,7 +208,7 @@ class Meter:
         """Chunks that have run a forward: their modules have used their caches."""
         self._has_run_backward: set[int] = set()
         self._kept: list[_Kept] = []
-        self.kept_by_schedule: dict[str, Any] = {}
+        self.kept_by_schedule: dict[Boundary, Any] = {}
         """Bytes that variables of the schedule keep."""
         self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
         """What passes of a chunk do that are not its first."""
@@ -270,8 +270,6 @@ class Meter:
         self._running.remove((index, microbatch))
         let_go = (index, microbatch) in self._let_go
         self._let_go.discard((index, microbatch))
-        if any(key == CALLER for key, _ in self._of(chunk.units[-1]).kept_by_caller[True]):
-            self._drop(CALLER)
         if index in self._has_run_backward:
             self._again((chunk, let_go), lambda: self._stretches_backward(chunk, index, let_go))
         else:
@@ -292,15 +290,14 @@ class Meter:
                 self.level = self.level - kept.bytes
         self._kept = [kept for kept in self._kept if kept.holders]
 
-    def keep(self, chunk: Chunk, what: str, count: int) -> None:
-        """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
-        nbytes = self._of(chunk.units[0]).output * count
-        self.kept_by_schedule[what] = nbytes
+    def keep(self, chunk: Chunk, tensor: Boundary) -> None:
+        """Variables of the schedule keep a tensor at an end of the chunk."""
+        nbytes = self.kept_by_schedule[tensor] = self._of(chunk.units[0]).output
         self.add(Change(nbytes, nbytes))
 
-    def free(self, what: str) -> None:
-        """The variable lets go of them, if it kept any."""
-        self.level = self.level - self.kept_by_schedule.pop(what, 0)
+    def free(self, tensor: Boundary) -> None:
+        """They let go of it."""
+        self.level = self.level - self.kept_by_schedule.pop(tensor)
 
     def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
         """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""

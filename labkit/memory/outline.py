@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from labkit.memory.book import Book
 from labkit.memory.meter import Change, Integers, Meter, Pool
+from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
@@ -107,7 +108,8 @@ class _Levels:
         if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
         if phase == "backward" and (iteration, phase) not in self.peaks:
-            self.retained = self.retained + sum(self._meter.kept_by_schedule.values())
+            kept = self._meter.kept_by_schedule.items()
+            self.retained = self.retained + sum(nbytes for tensor, nbytes in kept if tensor.is_retained)
         self._meter.start_phase()
         self._iteration, self._now = iteration, (iteration, phase)
 
@@ -119,11 +121,11 @@ class _Levels:
         if self._iteration:
             self._meter.add(self._state.zero_gradients)
 
-    def keep(self, chunk: Chunk, what: str, count: int) -> None:
-        self._meter.keep(chunk, what, count)
+    def keep(self, chunk: Chunk, tensor: Boundary) -> None:
+        self._meter.keep(chunk, tensor)
 
-    def free(self, what: str) -> None:
-        self._meter.free(what)
+    def free(self, tensor: Boundary) -> None:
+        self._meter.free(tensor)
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         left = self._meter.forward(chunk, index, microbatch)

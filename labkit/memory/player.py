@@ -143,7 +143,6 @@ class _Player:
             loss = tape.ops[-1].outputs[0]
             self._gradients[loss] = self._new(loss, "gradient")
             if tape.ops[-1].keeps_gradient:
-                self._steps.append((LET_GO, -1, CALLER))
                 self._hold(self._gradients[loss], CALLER)
         if tape.takes is not None:
             self._taken = self._slot(tape.takes, f"{tape.takes.name} gradient")

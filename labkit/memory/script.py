@@ -27,8 +27,8 @@ LEAVE slot: a weight's gradient stays for the chunk's first unit. TAKE slot: tha
 """
 
 CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: outputs"
-"""Keys of what the caller of the model holds: until backward is done, or until it holds the next such tensor (but for
-outputs, of which there may be several)."""
+"""Keys of what the caller of the model holds: arguments of backward until it returns, the gradient sent until there is
+the next one, outputs until all is done."""
 CALLERS = frozenset((CALLER, SENT_GRADIENT, OUTPUTS))
 
 OF_CHUNK = "chunk: "

@@ -123,7 +123,7 @@ class Op:
     keeps: tuple[Value, ...]
     """Tensors that the caller of the model keeps until backward is done."""
     keeps_gradient: bool
-    """The caller keeps the gradient it hands to its backward, until it has the next one."""
+    """The caller keeps the gradient it hands to the backward pass until that returns."""
 
 
 class Parameter(NamedTuple):

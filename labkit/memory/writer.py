@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from labkit.memory.book import Book
+from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
     CACHE,
     CALLERS,
@@ -41,7 +42,7 @@ class Writer:
         """Entries of each slot of each unit, by chunk and micro-batch."""
         self._left: dict[int, int] = {}
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
-        self._kept: dict[str, list[int]] = {}
+        self._kept: dict[Boundary, int] = {}
         """Entries that variables of the schedule keep."""
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
@@ -68,15 +69,16 @@ class Writer:
         """The optimizer steps."""
         self._state.step(self._book)
 
-    def keep(self, chunk: Chunk, what: str, count: int) -> None:
-        """A variable of the schedule keeps `count` tensors of the residual stream at an end of the chunk."""
+    def keep(self, chunk: Chunk, tensor: Boundary) -> None:
+        """Variables of the schedule keep a tensor at an end of the chunk."""
         unit = chunk.units[0]
-        self._kept[what] = [self._open(unit, unit.script.slots[unit.script.output or 0]) for _ in range(count)]
+        slot = unit.script.slots[unit.script.output or 0]
+        name = tensor.kind.replace(" ", "_")
+        self._kept[tensor] = self._open(unit, slot._replace(name=name, module="pipeline", kind="pipeline", layer=None))
 
-    def free(self, what: str) -> None:
-        """The variable lets go of them, if it kept any."""
-        for number in self._kept.pop(what, ()):
-            self._book.close(number)
+    def free(self, tensor: Boundary) -> None:
+        """They let go of it."""
+        self._book.close(self._kept.pop(tensor))
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""

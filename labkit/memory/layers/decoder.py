@@ -107,9 +107,9 @@ def record_received(workload: Workload, sizes: Sizes) -> Tape:
 
 
 def record_sent(workload: Workload, sizes: Sizes) -> Tape:
-    """What an earlier stage ends with: what it sends is freed, the gradient it gets for it outlives backward.
+    """What an earlier stage ends with: what it sends is freed, the gradient it gets for it stays while backward runs.
 
-    Sources: `schedules.deallocate_output_tensor`; `output_tensor_grad`, a variable of the schedule.
+    Sources: `schedules.deallocate_output_tensor`, `schedules.backward_step`.
     """
     tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))

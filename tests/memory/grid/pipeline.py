@@ -71,6 +71,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "interleaved, few micro-batches": INTERLEAVED | FOUR | {"batch.global_batch_size": 4},
     "interleaved, larger groups": INTERLEAVED
     | {"parallelism.microbatch_group_size_per_vp_stage": 4, "batch.global_batch_size": 20},
+    "interleaved, one large group": INTERLEAVED
+    | {"parallelism.microbatch_group_size_per_vp_stage": 8, "batch.global_batch_size": 8},
+    "interleaved, four stages, a shorter last group": INTERLEAVED
+    | FOUR
+    | DENSE
+    | {"parallelism.microbatch_group_size_per_vp_stage": 5, "batch.global_batch_size": 9},
     "interleaved, tensor and expert ranks": INTERLEAVED | TENSOR,
     "interleaved, every small label": INTERLEAVED | {"labels": ["layernorm", "mla_up_proj", "moe_act", "mlp"]},
     "interleaved, full uniform 1": INTERLEAVED | {"full": ("uniform", 1)},
