@@ -7,6 +7,7 @@ estimator. Nothing here knows a case: a cell becomes a workload by its columns a
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.h200_cells import CHOSEN_FROM, PHASES, WARM, Cell, read
+from labkit.console import Terminal, printable
 from labkit.errors import LabkitError
 from labkit.ledger import Ledger
 from labkit.memory.estimate import Estimate, estimate
@@ -233,7 +235,7 @@ def main() -> int:
     try:
         compared_cells = [each for cell in read(options.cells, DEFAULT_CELLS) for each in compared(cell)]
     except LabkitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     found = [each for each in compared_cells if each.phase in PHASES]
     repeats = [each for each in compared_cells if each.phase in WARM]
@@ -242,9 +244,10 @@ def main() -> int:
         shown = {"cells": [asdict(each) for each in found], "repeats": [asdict(each) for each in repeats]}
         print(json.dumps(shown | {"summary": groups}, indent=2))
     else:
-        show((*found, *repeats), groups, Console(width=None if sys.stdout.isatty() else 200))
+        show((*found, *repeats), groups, Terminal(width=None if sys.stdout.isatty() else 200, markup=False))
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
     sys.exit(main())

@@ -1,31 +1,15 @@
 """Measured cells of an H200 file (`data/published/README.md`): each a workload and the state its process was in."""
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.errors import InputError
+from benchmarks.h200_rows import measured_rows, sequence_lengths
 from labkit.workload import Workload
 from labkit.workload.files import model_mapping
 
-COLUMNS = (
-    "case model layers tp cp ep etp sequence_parallel compiled concentrated_routing recompute recompute_modules "
-    "lengths shared_prefix packed_tokens retained_tokens forward_peak_bytes repeat_forward_peak_bytes "
-    "retained_bytes forward_backward_peak_bytes "
-    "baseline_min_bytes baseline_max_bytes reference_estimate_bytes"
-).split()
-OPTIONAL = frozenset(
-    "retained_bytes repeat_forward_peak_bytes forward_backward_peak_bytes baseline_min_bytes baseline_max_bytes "
-    "reference_estimate_bytes".split()
-)
-"""Columns that may be empty: not measured."""
-NUMBERS = "layers tp cp ep etp shared_prefix packed_tokens retained_tokens forward_peak_bytes".split() + sorted(
-    OPTIONAL
-)
-_MOST_DIGITS = 18
 CONCENTRATED_SHARE = "0.96875"
 """31/32 of the tokens are sent to the first expert rank's experts."""
 CHOSEN_FROM = frozenset(f"h200-{number}" for number in (17, 22, 43, 68, 69, 71, 73, 75))
@@ -75,54 +59,13 @@ def read(path: Path, known: Path | None = None) -> list[Cell]:
         known: Another such file; its cells also tell what a fresh process holds and which cell came first.
 
     Raises:
-        InputError: the file cannot be read, a column or a model is unknown, or a row makes no workload.
+        InputError: the file or a row is wrong (`measured_rows`), a model is unknown, or a row makes no workload.
     """
-    rows = [row for row in _rows(path) if row["status"] == "measured"]
-    more = [row for row in _rows(known) if row["status"] == "measured"] if known else []
+    rows = measured_rows(path)
+    more = measured_rows(known) if known else []
     fresh = _fresh_baselines([*rows, *more])
     shortest = _shortest([*rows, *more])
-    return [_cell(row, f"{path}, case {row['case']}", fresh, shortest) for row in rows]
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(f"{path}: no column {missing[0]!r}")
-            rows = [
-                {"status": "measured"} | {name: row[name] or "" for name in reader.fieldnames or ()} for row in reader
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: cannot be read as CSV ({error})") from None
-    for row in rows:
-        row |= {name: row[name].capitalize() for name in FLAGS}
-        problem = _problem(row)
-        if problem is not None:
-            raise InputError(f"{path}, case {row['case'][:80]}: {problem}")
-    return rows
-
-
-def _problem(row: Mapping[str, str]) -> str | None:
-    """What is wrong with a row; only a measured one needs its figures."""
-    if row["status"] not in STATUSES:
-        return f"status should be {' or '.join(STATUSES)}, not {row['status'][:80]!r}"
-    if row["status"] != "measured":
-        return None
-    for name in NUMBERS:
-        text = row[name]
-        if not text and name in OPTIONAL:
-            continue
-        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
-            return f"{name} should be a number, not {text[:80]!r}"
-    for name in FLAGS:
-        if row[name] not in ("True", "False"):
-            return f"{name} should be True or False, not {row[name][:80]!r}"
-    for name in AT_LEAST_ONE:
-        if row[name] and not int(row[name]):
-            return f"{name} should be at least 1"
-    return None
+    return [_cell(row, f"{path}, case {row['case'][:80]}", fresh, shortest) for row in rows]
 
 
 def _layout(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -153,11 +96,6 @@ def _shortest(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, ...], int]:
     return found
 
 
-FLAGS = ("sequence_parallel", "compiled", "concentrated_routing")
-STATUSES = ("measured", "refused")
-AT_LEAST_ONE = ("tp", "cp", "ep", "etp", "layers", *PHASES.values(), *WARM.values())
-"""Numbers of a measured cell that cannot be zero."""
-
 WORKSPACE_BYTES = 96 * 2**20 + 1024
 """The least that a process holds after its first run: workspaces of Transformer Engine and of two cuBLAS handles."""
 
@@ -165,22 +103,19 @@ WORKSPACE_BYTES = 96 * 2**20 + 1024
 def _cell(
     row: Mapping[str, str], source: str, fresh: Mapping[tuple[str, ...], int], shortest: Mapping[tuple[str, ...], int]
 ) -> Cell:
-    try:
-        workload = _workload(row, source)
-        baseline = int(row["baseline_min_bytes"]) if row["baseline_min_bytes"] else None
-        held = None if baseline is None else baseline - fresh[_layout(row)]
-        return Cell(
-            case=row["case"],
-            group=_group(workload),
-            workload=workload,
-            measured_bytes={phase: int(row[name]) for phase, name in (PHASES | WARM).items() if row[name]},
-            reference_estimate_bytes=int(row["reference_estimate_bytes"]) if row["reference_estimate_bytes"] else None,
-            baseline_bytes=baseline,
-            cold=_cold(row, held, shortest),
-            held_bytes=held,
-        )
-    except ValueError as error:
-        raise InputError(f"{source}: {error}") from None
+    workload = _workload(row, source)
+    baseline = int(row["baseline_min_bytes"]) if row["baseline_min_bytes"] else None
+    held = None if baseline is None else baseline - fresh[_layout(row)]
+    return Cell(
+        case=row["case"],
+        group=_group(workload),
+        workload=workload,
+        measured_bytes={phase: int(row[name]) for phase, name in (PHASES | WARM).items() if row[name]},
+        reference_estimate_bytes=int(row["reference_estimate_bytes"]) if row["reference_estimate_bytes"] else None,
+        baseline_bytes=baseline,
+        cold=_cold(row, held, shortest),
+        held_bytes=held,
+    )
 
 
 def _cold(row: Mapping[str, str], held: int | None, shortest: Mapping[tuple[str, ...], int]) -> bool:
@@ -202,17 +137,8 @@ def _group(workload: Workload) -> str:
     return "dense" if workload.model.gated_delta_net is None else "hybrid"
 
 
-def _lengths(text: str) -> list[int]:
-    """`4096+4096` or `256x8`."""
-    found: list[int] = []
-    for part in text.split("+"):
-        length, _, times = part.partition("x")
-        found += [int(length)] * int(times or 1)
-    return found
-
-
 def _workload(row: Mapping[str, str], source: str) -> Workload:
-    lengths, rows, cp = _lengths(row["lengths"]), int(row["packed_tokens"]), int(row["cp"])
+    lengths, rows, cp = sequence_lengths(row["lengths"]), int(row["packed_tokens"]), int(row["cp"])
     ranks, expert_ranks = int(row["tp"]) * cp, int(row["ep"]) * int(row["etp"])
     world_size = math.lcm(ranks, expert_ranks)
     shares = rows < sum(lengths)  # the runtime stores the prefix once where that pays

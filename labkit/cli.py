@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 """What typer makes of Ctrl-C: 128 + SIGINT, as shells have it."""
+_MOST_MEASURED_BYTES = 2**40
+"""More than any GPU has."""
 
 app = typer.Typer(
     help="What one rank of a Megatron Core job holds in GPU memory, and what to recompute.",
@@ -48,6 +50,17 @@ def _folder(text: str) -> Path:
     if not text.strip():
         raise typer.BadParameter("it is empty; give the name of a folder")
     return Path(text)
+
+
+def _source(text: str) -> str:
+    """Who measured a peak, as a profile keeps it."""
+    if not 0 < len(text.strip()) <= 1000:
+        raise typer.BadParameter("say in 1 to 1000 characters who measured it, on what, when")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is not text in UTF-8") from None
+    return text.strip()
 
 
 StoreOption = Annotated[
@@ -157,23 +170,27 @@ def profile_add(
     workload: WorkloadArgument,
     profiles: ProfilesOption,
     peak_allocated_bytes: Annotated[
-        int, typer.Option(min=1, metavar="BYTES", help="torch.cuda.max_memory_allocated, the largest over all ranks.")
+        int,
+        typer.Option(
+            min=1,
+            max=_MOST_MEASURED_BYTES,
+            metavar="BYTES",
+            help="torch.cuda.max_memory_allocated, the largest over all ranks.",
+        ),
     ],
-    source: Annotated[str, typer.Option(metavar="TEXT", help="Who measured it, on what, when.")],
+    source: Annotated[str, typer.Option(metavar="TEXT", parser=_source, help="Who measured it, on what, when.")],
 ) -> None:
     """Keep a peak that was measured on GPUs."""
     from labkit.memory.profiles import Observation, Profiles
     from labkit.workload import Workload
 
-    if not 0 < len(source.strip()) <= 1000:
-        raise typer.BadParameter("say in 1 to 1000 characters who measured it, on what, when", param_hint="'--source'")
     observation = Observation(
         workload=Workload.load(workload),
         peak_allocated_bytes=peak_allocated_bytes,
         certainty="measured",
-        source=source.strip(),
+        source=source,
     )
-    typer.echo(Profiles(profiles).learn(observation))
+    _say(Profiles(profiles).learn(observation))
 
 
 @profile_app.command("learn")
@@ -183,7 +200,7 @@ def profile_learn(study: StudyArgument, profiles: ProfilesOption, store: StoreOp
 
     known = Profiles(profiles)
     for observation in _open(study, store).results().observations:
-        typer.echo(known.learn(observation))
+        _say(known.learn(observation))
 
 
 @app.command()
@@ -204,7 +221,7 @@ def report(
     from labkit.report.document import write_report
 
     written = write_report(study, output)
-    typer.echo(f"{written}: {status.sentence}")
+    _say(f"{written}: {status.sentence}")
     if status.count("failed"):
         raise typer.Exit(1)
 
@@ -265,6 +282,12 @@ def _warn(sentence: str) -> None:
     from labkit.console import printable
 
     typer.echo(f"labkit: {printable(' '.join(sentence.split()))}", err=True)
+
+
+def _say(text: object) -> None:
+    from labkit.console import printable
+
+    typer.echo(printable(str(text)))
 
 
 def _show(value: "Part", json: bool) -> None:

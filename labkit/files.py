@@ -1,9 +1,18 @@
 """Reading and writing whole files: what is read is a regular file of bounded size, what is written is there whole."""
 
+import fcntl
 import os
 import secrets
+import shutil
 import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_YOUNG_SECONDS = 60.0
+"""A temporary folder younger than this may not be locked yet."""
 
 
 def read_regular(path: Path, maximum_bytes: int) -> bytes:
@@ -44,3 +53,40 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder that is gone afterwards; those that killed processes have left are removed on the way.
+
+    Its owner holds a lock on it, which ends with the process however it ends.
+    """
+    _remove_abandoned(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_abandoned(prefix: str) -> None:
+    """Remove this user's old folders of the prefix that nobody has locked."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):
+                    _remove_if_abandoned(entry)
+
+
+def _remove_if_abandoned(entry: "os.DirEntry[str]") -> None:
+    found = entry.stat(follow_symlinks=False)
+    if found.st_uid != os.getuid() or time.time() - found.st_mtime < _YOUNG_SECONDS:
+        return
+    descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(entry.path, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -202,6 +202,14 @@ def test_control_characters_do_not_reach_the_terminal(labkit: Command, tmp_path:
             ("profile", "add", str(MOONLIGHT), "--profiles", "p", "--peak-allocated-bytes", "1", "--source", " "),
             "'--source'",
         ),
+        (
+            ("profile", "add", str(MOONLIGHT), "--profiles", "p", "--peak-allocated-bytes", "1" * 30, "--source", "me"),
+            "should be less than or equal to 1099511627776",
+        ),
+        (
+            ("profile", "add", str(MOONLIGHT), "--profiles", "p", "--peak-allocated-bytes", "1", "--source", "\udcff"),
+            "Invalid value for '--source': it is not text in UTF-8",
+        ),
         (("study", "run", "--only", "moe_akt", str(data_directory() / "studies" / "moonlight-16b.yaml")), "[moe_act]"),
     ],
 )
@@ -334,6 +342,20 @@ def test_fresh_process_ends_with_the_exit_code(tmp_path: Path) -> None:
     assert process(*LABKIT, "estimate", str(MOONLIGHT), "--json").returncode == 0
     wrong = process(*LABKIT, "estimate", str(tmp_path / "w.yaml"))
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+
+
+def test_an_interrupt_while_labkit_is_still_imported_is_one_sentence() -> None:
+    script = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'labkit.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from labkit.__main__ import main\n"
+        "main()"
+    )
+    assert process(sys.executable, "-c", script) == (130, "", "labkit: interrupted\n")
 
 
 def test_output_that_cannot_be_written_is_one_sentence() -> None:

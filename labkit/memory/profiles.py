@@ -49,16 +49,12 @@ class Observation(Part):
 def _lengths(workload: Workload) -> tuple[int, ...]:
     """What a batch's memory grows with: rows computed and answered for, sequences, the longest of them."""
     batch = workload.batch
-    sequences = batch.sequences
-    return (
-        batch.seq_length,
-        batch.micro_batch_size,
-        sequences.rows,
-        sequences.logical_rows,
-        len(sequences.segments),
-        max(sequences.segments),
-        sequences.busiest_rank_rows or 0,
-    )
+    lengths = batch.seq_length, batch.micro_batch_size
+    if batch.packed is None:
+        return lengths
+    packed = batch.packed
+    counts = packed.rows, packed.logical_rows, len(packed.segments), max(packed.segments)
+    return *lengths, *counts, packed.busiest_rank_rows or 0
 
 
 def signature(workload: Workload) -> str:

@@ -32,9 +32,9 @@ def ranged(result: Estimate) -> Summary:
     the time: their peaks are the estimate's and what the tensors differ by, so allocator blocks are not followed.
     """
     ranges, low, high = [], dict[str, Any](), dict[str, Any]()
-    peaks = [result.peak_allocated_bytes]
+    peaks, base = [result.peak_allocated_bytes], outline(result.workload, result.stage).peak_bytes
     for each in _open(result.workload):
-        cases = [(choice, result.peak_allocated_bytes + _moved(result, choice.fields)) for choice in each.choices]
+        cases = [(choice, result.peak_allocated_bytes + _moved(result, choice.fields, base)) for choice in each.choices]
         if len({peak for _, peak in cases}) == 1:
             continue  # it decides nothing here
         found = [Case(value=choice.value, peak_allocated_bytes=peak) for choice, peak in cases]
@@ -68,9 +68,12 @@ def _open(workload: Workload) -> Iterator[_Open]:
         )
 
 
-def _moved(result: Estimate, fields: Mapping[str, Any]) -> int:
-    """By how much the peak of the tensors moves with fields changed; fields that cannot go together move nothing."""
+def _moved(result: Estimate, fields: Mapping[str, Any], base_peak_bytes: int) -> int:
+    """By how much the peak of the tensors moves from the estimate's with fields changed.
+
+    Fields that cannot go together move nothing.
+    """
     changed = with_fields(result.workload, fields) if fields else None
     if changed is None:
         return 0
-    return outline(changed, result.stage).peak_bytes - outline(result.workload, result.stage).peak_bytes
+    return outline(changed, result.stage).peak_bytes - base_peak_bytes

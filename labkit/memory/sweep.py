@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors import InputError
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.meter import NOTHING, Change, Pool, Steps
-from labkit.memory.outline import block, outline_of, tensor
+from labkit.memory.outline import block, outline, outline_of, tensor
 from labkit.memory.script import Script
 from labkit.memory.units import Recorder
 from labkit.workload import Batch, Parallelism, Recompute, Workload
 from labkit.workload.kernels import length_choices
+from labkit.workload.routing import FINEST_SHARE
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,6 +32,9 @@ def sweep(workloads: Iterable[Workload]) -> "pl.DataFrame":
     (`seq_length, micro_batch_size, global_batch_size`), `recompute` (its label), `stage`, `peak_phase`,
     `peak_iteration`, `peak_allocated_bytes` (blocks of fresh segments, see `labkit.memory.outline.block`),
     `peak_tensor_bytes`, `between_steps_bytes`, `retained_bytes`.
+
+    Raises:
+        InputError: a workload's bytes are more than 64-bit integers count.
     """
     import polars as pl
 
@@ -90,6 +95,37 @@ class _Numbering:
         return number
 
 
+_LIMIT, _CLOSE = 2**62, 2**52
+"""Integers that a sweep counts in stay below the limit. A crude product of sizes that is not even close needs no look:
+bytes of a number, tensors of a layer and copies of a tensor are a thousand at most."""
+
+
+def _check_magnitude(case: Workload) -> None:
+    """Refuse a workload whose bytes, or rows times the numerator of a share, do not fit an array's integers."""
+    model, batch = case.model, case.batch
+    tokens, moe = batch.micro_batch_size * batch.seq_length, model.mixture_of_experts
+    pairs = tokens * batch.seq_length if case.training.kernels.attention_backend == "unfused" else tokens
+    largest = max(_integers(model.model_dump()))
+    chosen = 1 if moe is None else moe.num_moe_experts
+    if model.num_layers * largest * chosen * max(pairs, largest) < _CLOSE:
+        return
+    rows = 0 if moe is None else tokens * moe.moe_router_topk * FINEST_SHARE
+    stages = range(case.parallelism.pp)
+    if rows >= _LIMIT or any(outline(case, stage).peak_bytes >= _LIMIT for stage in stages):
+        shape = f"{batch.micro_batch_size} x {batch.seq_length}"
+        reason = f"{model.name} at {shape} tokens needs larger integers than the 64 bits that a sweep counts in"
+        raise InputError(f"{reason}; use shorter sequences or `labkit.estimate`")
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in plain data."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)
+
+
 def _alike(cases: Sequence[Workload]) -> list[list[int]]:
     """Positions of workloads that differ in lengths and recompute alone."""
     number = _Numbering()
@@ -110,6 +146,7 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
 
 def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     """Rows of workloads that differ in lengths and recompute alone."""
+    _check_magnitude(max(cases, key=lambda case: case.batch.seq_length))
     lengths = sorted({case.batch.seq_length for case in cases})
     batch = cases[0].batch.model_copy(update={"seq_length": np.array(lengths, dtype=np.int64)})
     # Sequences of the `lora` runtime are no arrays; there all lengths are alike.

@@ -84,7 +84,7 @@ def chunks(workload: Workload, stage: int = 0) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What decides a recording: all of a workload but its recompute choice."""
+    """What decides a recording, of a whole model all of a workload but its recompute choice; and what to make it of."""
 
     rest: tuple[Hashable, ...]
     workload: Workload = field(compare=False)
@@ -187,11 +187,17 @@ class Recorder:
 
 def loss_chunk(workload: Workload) -> Chunk | None:
     """What the caller does with the model's outputs, where the model does not end in its own loss (`lora` runtime)."""
-    training = workload.training
-    if training.runtime == "megatron":
+    if workload.training.runtime == "megatron":
         return None
+    rest = workload.model, workload.parallelism, workload.batch, workload.training.precision, workload.training.lora
+    return _loss_chunk(_Recorded(rest, workload))
+
+
+@lru_cache(maxsize=8)
+def _loss_chunk(key: _Recorded) -> Chunk:
+    workload = key.workload
     tape = record_loss(workload, Sizes.of(workload))
-    script = play(tape, [], fused_weight_gradients=False, differentiates=training.differentiates)
+    script = play(tape, [], fused_weight_gradients=False, differentiates=workload.training.differentiates)
     return Chunk([Unit(script, tape, (), 0)])
 
 

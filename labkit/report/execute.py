@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jupytext
@@ -22,7 +21,7 @@ from nbformat import NotebookNode
 
 from labkit.console import Terminal
 from labkit.errors import WorkError
-from labkit.files import write_atomically
+from labkit.files import temporary_folder, write_atomically
 from labkit.report.heading import RESULT_VARIABLE, Heading
 from labkit.report.kernel import kernel_environment
 from labkit.workload.base import Part
@@ -51,8 +50,7 @@ def execute(source: Path, parameters: Part, failed: Path) -> Executed:
     Raises:
         WorkError: a cell failed, the kernel died, or the last cell was not reached; names the cell and the reason.
     """
-    with TemporaryDirectory(prefix="labkit-notebook-") as folder:
-        run = Path(folder)
+    with temporary_folder("labkit-notebook-") as run:
         given, executed, values, result = (run / name for name in ("in.ipynb", "out.ipynb", "in.yaml", "result.json"))
         nbformat.write(convert(source), given)
         values.write_text(yaml.safe_dump(parameters.model_dump()), encoding="utf-8")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _WIDEST_HEAD = 256
 """Of cuDNN's and flash-attention's kernels on Hopper."""
+_LONGEST_RING = 512
+"""labkit's own bound: every step's kernel has an output of its own. The largest runs known take 64 ranks."""
 
 
 def attention_findings(workload: "Workload") -> Iterator[Finding]:
@@ -97,6 +99,10 @@ def _context(workload: "Workload") -> Iterator[Finding]:
     elif backend == "flash":
         reason = "flash with context parallelism is not supported by this version of labkit"
         yield Finding("error", "training.kernels.attention_backend", reason, "use fused")
+    if layout.cp_comm_type == "p2p" and cp > _LONGEST_RING:
+        reason = f"the steps of a ring of {cp} ranks are more than are listed one by one"
+        remedy = f"use cp_comm_type all_gather or at most {_LONGEST_RING} ranks"
+        yield Finding("error", "parallelism.context_parallel_size", reason, remedy)
     if layout.cp_comm_type == "a2a":
         heads = {"num_attention_heads": model.num_attention_heads // tp}
         if model.multi_latent_attention is None:

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from labkit.workload.runtime import Lora
     from labkit.workload.workload import Workload
 
+MOST_SEQUENCES, MOST_CHUNKS = 2**14, 2**12
+"""Each sequence's loss and each chunk's results are tensors of their own, listed one by one."""
+
 
 def lora_findings(workload: "Workload") -> Iterator[Finding]:
     """Every such rule the workload breaks."""
@@ -26,8 +29,16 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
     else:
         yield from _passes(training.lora)
     yield from _not_priced(workload)
+    sequences = workload.batch.micro_batch_size if packed is None else len(packed.lengths)
+    if sequences > MOST_SEQUENCES:
+        field = "batch.micro_batch_size" if packed is None else "batch.packed.lengths"
+        reason = f"{sequences} sequences in a pass of the lora runtime are more than are listed one by one"
+        yield Finding("error", field, reason, f"use at most {MOST_SEQUENCES}, in several micro-batches")
+        return
     if packed is not None:
         yield from _packed(workload)
+    if training.lora is not None:
+        yield from _of_vocabulary(workload, training.lora)
 
 
 def _passes(lora: "Lora") -> Iterator[Finding]:
@@ -41,6 +52,17 @@ def _passes(lora: "Lora") -> Iterator[Finding]:
     if (lora.outputs == "top_k") != (lora.top_k is not None):
         reason = "outputs: top_k and the number of candidates go together"
         yield Finding("error", f"{at}top_k", reason, "give both or neither")
+
+
+def _of_vocabulary(workload: "Workload", lora: "Lora") -> Iterator[Finding]:
+    vocabulary, rows = workload.model.vocab_size, workload.batch.sequences.logical_rows
+    if lora.top_k is not None and lora.top_k > vocabulary:
+        reason = f"{lora.top_k} candidates are more than the vocabulary has tokens ({vocabulary})"
+        yield Finding("error", "training.lora.top_k", reason, f"use at most {vocabulary}")
+    chunks = -(-rows // lora.output_chunk_rows)
+    if lora.outputs in ("log_probs", "top_k") and chunks > MOST_CHUNKS:
+        reason = f"{rows} tokens make {chunks} chunks, more than the {MOST_CHUNKS} that are listed one by one"
+        yield Finding("error", "training.lora.output_chunk_rows", reason, f"use at least {-(-rows // MOST_CHUNKS)}")
 
 
 def _not_priced(workload: "Workload") -> Iterator[Finding]:

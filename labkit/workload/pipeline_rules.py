@@ -62,8 +62,15 @@ def _uneven(workload: "Workload") -> Iterator[Finding]:
             if layers % layout.vpp:
                 reason = f"{layout.vpp} chunks do not divide the stage's {layers} layers"
                 yield Finding("error", f"parallelism.{name}", reason, f"use a multiple of {layout.vpp}")
-    if stages < 0 or left < 0 or bool(left) != bool(stages):
+    if layout.pp == 1 and (left or stages < 0):
+        named = next(name for name in _ENDS if getattr(layout, name) is not None)
+        reason = f"without a pipeline one stage has all {workload.model.num_layers} layers"
+        yield Finding("error", f"parallelism.{named}", reason, "leave it out or raise pipeline_model_parallel_size")
+    elif left < 0 or bool(left) != bool(stages):
         reason = f"{left} layers are left for {stages} other stages"
+        if left < 0 or not stages:
+            layers = workload.model.num_layers
+            reason = f"the stages named have {layers - left} layers, the model {layers}"
         yield Finding("error", _PP, reason, "let the stages' layers add up to num_layers")
     elif stages and left % stages:
         reason = f"{stages} other stages do not divide the {left} layers left for them"

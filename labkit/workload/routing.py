@@ -76,13 +76,13 @@ def expert_rows(workload: "Workload", share: Fraction, tokens: Any) -> ExpertRow
     return ExpertRows(to_busiest + elsewhere, to_busiest, to_busiest * senders, capacity)
 
 
-_FINEST_SHARE = 10**6
+FINEST_SHARE = 10**6
 """Largest denominator of a share: rows times its numerator stay integers of 64 bits, which sweeps count in."""
 
 
 def busiest_share(workload: "Workload", layer: int | None) -> Fraction:
     """The part of all rows that the experts of the busiest rank get in a decoder layer, or (None) one behind it."""
-    return _busiest_share(workload, layer).limit_denominator(_FINEST_SHARE)
+    return _busiest_share(workload, layer).limit_denominator(FINEST_SHARE)
 
 
 def _busiest_share(workload: "Workload", layer: int | None) -> Fraction:

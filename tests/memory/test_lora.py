@@ -187,3 +187,40 @@ def test_the_outline_agrees_to_the_byte(changes: dict[str, Any]) -> None:
         (peak.iteration, peak.phase): peak.bytes for peak in estimate(workload).ledger.phase_peaks(blocks=False)
     }
     assert outlined == estimated
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"batch__packed": None, "batch__micro_batch_size": 10**7, "batch__global_batch_size": 10**7},
+            "batch.micro_batch_size: 10000000 sequences",
+        ),
+        (
+            {"batch__packed": {"lengths": [1] * 20_000}, "batch__seq_length": 20_000},
+            "batch.packed.lengths: 20000 sequences in a pass of the lora runtime are more than are listed one by one",
+        ),
+        ({"training__lora__outputs": "top_k", "training__lora__top_k": 1001}, "use at most 1000"),
+        (
+            {
+                "batch__packed": None,
+                "batch__seq_length": 10**6,
+                "training__lora__outputs": "log_probs",
+                "training__lora__output_chunk_rows": 1,
+            },
+            "1000000 tokens make 1000000 chunks, more than the 4096 that are listed one by one; use at least 245",
+        ),
+    ],
+)
+def test_more_than_can_be_listed_is_one_sentence(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        tuned(**(changes | WITHOUT_GRADIENTS))
+
+
+def test_whole_logits_cost_the_same_however_small_their_chunks() -> None:
+    changes = {"training__lora__outputs": "logits", "batch__packed": None, "batch__seq_length": 10**6}
+    rows = [
+        len(estimate(tuned(**changes, training__lora__output_chunk_rows=chunk, **WITHOUT_GRADIENTS)).ledger.rows)
+        for chunk in (1, 10, 1000)
+    ]
+    assert len(set(rows)) == 1

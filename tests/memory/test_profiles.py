@@ -230,3 +230,10 @@ def test_an_estimate_above_the_measurement_is_untouched(tmp_path: Path) -> None:
     profiles.learn(observed(work(), PEAK))
     untouched: Estimate = profiles.raised(ESTIMATE)
     assert untouched is ESTIMATE
+
+
+def test_any_number_of_sequences_is_looked_up_at_once(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    Profiles(tmp_path / "p").learn(observed(work(micro_batch_size=2**40), PEAK))
+    assert Profiles(tmp_path / "p").floor(work(micro_batch_size=2**40)) is not None
+    assert Profiles(tmp_path / "p").floor(work(micro_batch_size=2**39)) is None

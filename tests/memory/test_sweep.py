@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from labkit.errors import InputError
 from labkit.memory.estimate import fullest_stage
 from labkit.memory.outline import block, outline
 from labkit.memory.sweep import sweep, variations
@@ -131,3 +132,19 @@ def test_sequence_parallelism_of_one_rank_changes_nothing(name: str) -> None:
     plain, sharded = sweep(cases).drop("sequence_parallel").iter_slices(1)
     assert isinstance(plain, pl.DataFrame)
     assert plain.equals(sharded)
+
+
+@pytest.mark.parametrize("family", ["attention", "moe"])
+@pytest.mark.parametrize(("sequence", "micro_batch"), [(2**54, 1), (2**62, 1), (2**70, 1), (2**12, 2**60)])
+def test_more_bytes_than_arrays_count_are_one_sentence(family: str, sequence: int, micro_batch: int) -> None:
+    case = workload(next(name for name in NAMES if name.startswith(family)))
+    update = {"seq_length": sequence, "micro_batch_size": micro_batch, "global_batch_size": 8 * micro_batch}
+    huge = case.model_copy(update={"batch": case.batch.model_copy(update=update)})
+    with pytest.raises(InputError, match="larger integers than the 64 bits that a sweep counts in; use shorter"):
+        sweep([case, huge])
+
+
+@pytest.mark.parametrize("family", ["attention", "moe"])
+def test_as_much_as_arrays_count_is_exact(family: str) -> None:
+    case = longer(workload(next(name for name in NAMES if name.startswith(family))), 2**26)
+    assert sweep([case])["peak_tensor_bytes"][0] == outline(case).peak_bytes > 2**43

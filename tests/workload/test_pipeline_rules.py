@@ -68,3 +68,20 @@ def test_what_megatron_splits_is_not_refused(layers: int, stages: int, layout: d
 )
 def test_what_megatron_cannot_split_is_refused(layers: int, stages: int, layout: dict[str, Any]) -> None:
     assert errors(layers, stages, **layout)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "layout", "text"),
+    [
+        (4, 1, {FIRST: 2}, "without a pipeline one stage has all 4 layers; leave it out"),
+        (4, 1, {FIRST: 2, LAST: 2}, "without a pipeline one stage has all 4 layers"),
+        (7, 2, {FIRST: 3, LAST: 3}, "the stages named have 6 layers, the model 7"),
+        (8, 4, {FIRST: 9}, "the stages named have 9 layers, the model 8"),
+        (8, 4, {FIRST: 8}, "0 layers are left for 3 other stages"),
+    ],
+)
+def test_an_uneven_split_that_does_not_add_up_says_why(
+    layers: int, stages: int, layout: dict[str, Any], text: str
+) -> None:
+    (sentence,) = errors(layers, stages, **layout)
+    assert text in sentence

@@ -249,3 +249,10 @@ def test_full_recompute_supersedes_the_list(moonlight: Workload) -> None:
     assert full.recompute.modules == frozenset()
     assert full.recompute.label == "full uniform 1"
     assert "supersedes" in str(full.findings[0])
+
+
+def test_a_ring_too_long_to_list_is_one_sentence_and_says_what_would_work() -> None:
+    layout = {"world_size": 2**20, "context_parallel_size": 2**20}
+    with pytest.raises(InputError, match="use cp_comm_type all_gather or at most 512 ranks"):
+        small(parallelism=layout, batch__seq_length=2**21, model__mixture_of_experts=None)
+    small(parallelism=layout | {"cp_comm_type": "all_gather"}, batch__seq_length=2**21, model__mixture_of_experts=None)

@@ -16,13 +16,13 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from labkit.errors import InputError, WorkError
+from labkit.files import temporary_folder
 from labkit.workload import Workload
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class TraceServer:
         if workload.training.runtime != "megatron":
             reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
             raise WorkError(f"{workload.model.name}: {reason}; use labkit estimate")
-        with tempfile.TemporaryDirectory(prefix="labkit-trace-") as folder:
-            result = Path(folder) / "result.json"
+        with temporary_folder("labkit-trace-") as folder:
+            result = folder / "result.json"
             identity, answers = self._ask(workload, rank, result)
             phase = "setup"
             try:

@@ -42,8 +42,7 @@ def _of_vocabulary(tape: Tape, workload: Workload, sizes: Sizes, lora: Lora, sta
     """
     rows = workload.batch.sequences.logical_rows
     parts: list[list[Value]] = []
-    for first in range(0, rows, lora.output_chunk_rows):
-        chunk = min(lora.output_chunk_rows, rows - first)
+    for chunk in _chunks(rows, lora):
         logits = tape.value("logits", (chunk, workload.padded_vocab_size // sizes.tp))
         tape.op(
             "output_layer", [states], [logits], library="aten_matmul", flops=2 * chunk * logits.shape[1] * sizes.hidden
@@ -63,6 +62,13 @@ def _of_vocabulary(tape: Tape, workload: Workload, sizes: Sizes, lora: Lora, sta
         joined.append(whole)
     tape.hold([piece for part in parts for piece in part])
     return joined[0]
+
+
+def _chunks(rows: int, lora: Lora) -> list[int]:
+    """Rows of each chunk that is recorded. Whole logits leave nothing behind: of those the first and the last chunk."""
+    whole, rest = divmod(rows, lora.output_chunk_rows)
+    chunks = [lora.output_chunk_rows] * (min(whole, 1) if lora.outputs == "logits" else whole)
+    return [*chunks, rest] if rest else chunks
 
 
 def _log_probs(tape: Tape, logits: Value) -> Value:
