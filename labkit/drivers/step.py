@@ -141,7 +141,8 @@ def batches(workload: Workload, first: bool, last: bool) -> Iterator[dict[str, t
     The host collates them and copies each to the device once; a stage then lets go of what it does not need. Stages
     between the first and the last read nothing.
     """
-    needed = {"tokens": first, "labels": last, "loss_mask": last, "position_ids": first}
+    embeds = first or (last and workload.model.mtp_num_layers is not None)
+    needed = {"tokens": embeds, "labels": last, "loss_mask": last, "position_ids": embeds}
     shape = (workload.batch.micro_batch_size, workload.batch.seq_length)
     generator = torch.Generator().manual_seed(1234)
     if not any(needed.values()):

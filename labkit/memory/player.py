@@ -283,11 +283,19 @@ class _Player:
                 continue
             within = inside | {checkpoint}
             held = [*self._incoming(checkpoint), *self._replay(checkpoint, within)]
+            # The region's inputs are leaves, whose gradients meet those from outside once the checkpoint is done.
+            values = [value for value in self._region_values(checkpoint) if value in self._gradients]
+            outside = {value: self._gradients.pop(value) for value in values}
             self._reverse(checkpoint.first, checkpoint.last, within)
             self._part_gradients(checkpoint)
             self._keep_graph(checkpoint)
             for storage in (*held, *self._inputs.pop(checkpoint)):
                 self._release(storage)
+            for value, gradient in outside.items():
+                inside_gradient = self._gradients.get(value)
+                self._gradients[value] = gradient
+                if inside_gradient is not None:
+                    self._accumulate(value, inside_gradient)
             position = checkpoint.first - 1
 
     def _part_gradients(self, region: Region) -> None:

@@ -13,6 +13,7 @@ from labkit.memory.layers.decoder import (
     record_layers,
     record_loss,
     record_received,
+    record_received_by_last,
     record_sent,
 )
 from labkit.memory.layers.sizes import Sizes
@@ -118,7 +119,8 @@ class Recorder:
         ]
 
     def _chunk(self, recompute: Recompute, layers: range, *, front: bool, back: bool) -> Chunk:
-        begin, end = record_front if front else record_received, record_back if back else record_sent
+        received = record_received_by_last if back and self._workload.model.mtp_num_layers else record_received
+        begin, end = record_front if front else received, record_back if back else record_sent
         plan: list[tuple[Tape, bool, int]] = [(self._once(begin), False, 0)]
         first, labels = layers.start, recompute.modules
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":

@@ -14,6 +14,7 @@ from labkit.workload.finding import Finding
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
 from labkit.workload.pipeline_rules import pipeline_findings
+from labkit.workload.prediction_rules import prediction_findings
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -26,7 +27,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
-    found += [*_activation(workload), *pipeline_findings(workload)]
+    found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -37,14 +38,9 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     """
     if workload.training.runtime == "lora":
         return
-    model, layout = workload.model, workload.parallelism
+    model = workload.model
     experts = model.mixture_of_experts is not None
     refused = {
-        "model.mtp_num_layers": (
-            model.mtp_num_layers is not None
-            and (layout.pp > 1 or layout.cp > 1 or model.hybrid_layer_pattern is not None),
-            "multi-token prediction with a pipeline, context parallelism or a hybrid pattern",
-        ),
         "training.kernels.use_fused_weighted_squared_relu": (
             workload.training.kernels.use_fused_weighted_squared_relu and model.gated_linear_unit,
             "the fused squared ReLU of a gated MLP",
@@ -269,7 +265,7 @@ def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
 
 
 def _recompute(workload: "Workload") -> Iterator[Finding]:
-    choice, model, field = workload.recompute, workload.model, "recompute.recompute_modules"
+    choice, field = workload.recompute, "recompute.recompute_modules"
     if choice.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(choice, name) is None:
@@ -281,9 +277,6 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
                 )
         if choice.recompute_modules:
             yield Finding("warning", field, "full recompute supersedes the list", "leave recompute_modules out")
-        if model.mtp_num_layers and choice.recompute_method == "uniform" and choice.recompute_num_layers != 1:
-            reason = "layers of multi-token prediction are recomputed one by one"
-            yield Finding("error", "recompute.recompute_num_layers", reason, "use 1, or recompute_method: block")
         return
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(choice, name) is not None:

@@ -22,6 +22,9 @@ PIPELINES: dict[str, dict[str, Any]] = {
 IN_FLIGHT = {
     f"pipeline: {name}"
     for name in ("moe", "full uniform 1", "full uniform 2", "full block 1", "interleaved, full uniform 1")
+} | {
+    f"prediction: {name}"
+    for name in ("two stages, full uniform 1", "two stages, full block 1", "interleaved, two tokens, full uniform 1")
 }
 """The meter's known limitation: replayed modules that keep tensors, with several micro-batches in flight."""
 

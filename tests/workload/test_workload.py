@@ -172,6 +172,8 @@ DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_
         {"model__gated_linear_unit": False, "model__activation_func": "gelu"} | DENSE,
         {"model__hidden_dropout": 1.0},
         {"model__mtp_num_layers": 1, "recompute": full("uniform", 2)},
+        {"model__mtp_num_layers": 1, "model__position_embedding_type": "learned_absolute"},
+        {"model__mtp_num_layers": 1, "model__gated_delta_net": {"linear_attention_freq": [0, 1]}},
         {"model__add_bias_linear": True, "recompute": selective("mlp")} | DENSE,
         {"batch__seq_length": -(16**5000)},
     ],

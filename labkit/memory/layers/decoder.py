@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from labkit.ledger import Certainty
 from labkit.memory.layers.attention import self_attention
+from labkit.memory.layers.embedding import embedding_parameters
 from labkit.memory.layers.ends import back, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
@@ -106,6 +107,14 @@ def record_received(workload: Workload, sizes: Sizes) -> Tape:
     return tape
 
 
+def record_received_by_last(workload: Workload, sizes: Sizes) -> Tape:
+    """The same where the stage ends in multi-token prediction, which has a copy of the embedding."""
+    tape = record_received(workload, sizes)
+    with tape.module("embedding", kind="embedding"):
+        embedding_parameters(tape, workload, sizes)
+    return tape
+
+
 def record_sent(workload: Workload, sizes: Sizes) -> Tape:
     """What an earlier stage ends with: what it sends is freed, the gradient it gets for it stays while backward runs.
 
@@ -127,17 +136,17 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
         if workload.training.runtime == "lora":
             tape.exit = pass_outputs(tape, workload, sizes, tape.entry)
         else:
-            back(tape, workload, sizes, tape.entry, lambda hidden: _last_layer(tape, workload, sizes, hidden))
+            back(tape, workload, sizes, tape.entry, lambda hidden: _prediction_layer(tape, workload, sizes, hidden))
     return tape
 
 
-def _last_layer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
-    """A layer like the decoder's last: that of multi-token prediction."""
-    last = workload.model.layers[-1]
-    if last.mixer is not None:
-        hidden = _mixer(tape, workload, sizes, hidden, last.mixer)
-    if last.mlp == "moe":
-        return _moe(tape, workload, sizes, hidden, busiest_share(workload, workload.model.num_layers - 1))
+def _prediction_layer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """The layer of multi-token prediction, like the decoder's last (`get_gpt_mtp_block_spec`)."""
+    mixer, mlp = workload.model.layers[-1]
+    if mixer is not None:
+        hidden = _mixer(tape, workload, sizes, hidden, mixer)
+    if mlp == "moe":
+        return _moe(tape, workload, sizes, hidden, busiest_share(workload, None))
     return _mlp(tape, workload, sizes, hidden)
 
 

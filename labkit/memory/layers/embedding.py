@@ -53,9 +53,15 @@ def saved_ids(workload: Workload) -> list[str]:
     return [*words, "position_ids"] if workload.model.position_embedding_type == "learned_absolute" else words
 
 
+def embeds_twice(workload: Workload) -> bool:
+    """Whether the last pipeline stage has an embedding of its own, for multi-token prediction."""
+    return workload.parallelism.pp > 1 and workload.model.mtp_num_layers is not None
+
+
 def shared_weight(workload: Workload) -> bool:
-    """Whether the output layer of this rank multiplies with the embedding's weight."""
-    return not workload.model.untie_embeddings_and_output_weights and workload.parallelism.pp == 1
+    """Whether the output layer multiplies with the weight of an embedding on its rank."""
+    beside = workload.parallelism.pp == 1 or embeds_twice(workload)
+    return beside and not workload.model.untie_embeddings_and_output_weights
 
 
 def word_weight(tape: Tape, workload: Workload, sizes: Sizes) -> Value:

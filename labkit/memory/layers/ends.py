@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-from labkit.memory.layers.embedding import embedding, embedding_parameters, saved_ids, shared_weight, word_weight
+from labkit.memory.layers.embedding import (
+    embedding,
+    embedding_parameters,
+    embeds_twice,
+    saved_ids,
+    shared_weight,
+    word_weight,
+)
 from labkit.memory.layers.inputs import batch_inputs
 from labkit.memory.layers.linear import global_buffer, norm, norm_parameters
 from labkit.memory.layers.loss import cross_entropy, mean_loss
@@ -20,7 +27,8 @@ def front(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
     if sizes.trains:
         later = _later_gradient(workload)
         # The head's part of a shared weight's gradient is the dummy of a fused accumulation, which a sum leaves alone.
-        summed = [tape.buffer("gradient_sum", words.shape)] if shared_weight(workload) and not later else []
+        shared = shared_weight(workload) and workload.parallelism.pp == 1
+        summed = [tape.buffer("gradient_sum", words.shape)] if shared and not later else []
         tape.op("read_weight", [], [words], backward_temporaries=summed)
         tape.takes = words if later else None
         names = saved_ids(workload)
@@ -30,6 +38,8 @@ def front(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
 
 def _later_gradient(workload: Workload) -> bool:
     """Whether what comes after the layers makes a gradient of the words' weight, which waits for the embedding's."""
+    if workload.parallelism.pp > 1:
+        return False
     fused = workload.training.kernels.gradient_accumulation_fusion
     return bool(workload.model.mtp_num_layers) or (shared_weight(workload) and not fused)
 
@@ -46,6 +56,8 @@ def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Cal
         decoded = normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
     words = word_weight(tape, workload, sizes)
     predicted: list[Value] = []
+    if embeds_twice(workload):
+        tape.op("read_weight", [], [words])
     if model.mtp_num_layers:
         normed, predicted = predictions(tape, workload, sizes, normed, words, layer)
     with tape.module("output_layer"):
@@ -65,15 +77,18 @@ def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Cal
 
 
 def _unsaved(workload: Workload) -> list[str]:
-    """What this rank read for an embedding that does not save it."""
+    """What this rank read for an embedding that does not save it, or in front of its layers."""
+    names = ["tokens", "position_ids"]
     if workload.parallelism.pp > 1:
-        return []
-    return [name for name in ("tokens", "position_ids") if name not in saved_ids(workload)]
+        return names if embeds_twice(workload) else []
+    return [name for name in names if name not in saved_ids(workload)]
 
 
 def _output_weight(tape: Tape, workload: Workload, words: Value) -> Value:
     """Weight of the output layer: the words' where it is shared."""
     if shared_weight(workload):
+        if embeds_twice(workload):
+            tape.parameter("weight", words.shape)  # which nothing uses (`skip_weight_param_allocation`)
         return words
     tape.parameter("weight", words.shape)
     weight = tape.weight("weight", words.shape)

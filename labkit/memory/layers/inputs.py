@@ -17,7 +17,8 @@ def batch_inputs(tape: Tape, sizes: Sizes, *names: str) -> list[Value]:
 
 
 def rolled(tape: Tape, sizes: Sizes, name: str) -> Value:
-    """A tensor of the batch moved on by one token (`roll_tensor`)."""
+    """A tensor of the batch moved on by one token (`roll_tensor`): under context parallelism each of its two chunks."""
     value = tape.value(name, (sizes.tokens,), _DTYPES[name], grad=False)
-    tape.op("roll", [], [value])
+    chunks = [tape.buffer("rolled_chunk", (sizes.tokens // 2,), value.dtype)] * 2 if sizes.cp > 1 else []
+    tape.op("roll", [], [value], temporaries=chunks)
     return value

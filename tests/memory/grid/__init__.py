@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, pipeline, state
+from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, pipeline, prediction, state
 
 FAMILIES = {
     "attention": attention,
@@ -20,6 +20,7 @@ FAMILIES = {
     "moe": moe,
     "moonlight": moonlight,
     "pipeline": pipeline,
+    "prediction": prediction,
     "state": state,
 }
 NAMES = [f"{family}: {name}" for family, module in FAMILIES.items() for name in module.CHANGES]

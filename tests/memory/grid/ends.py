@@ -62,6 +62,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "prediction, labels": MTP | {"labels": ["mlp", "mla_up_proj", "layernorm"]},
     "prediction, full": MTP | {"full": ("uniform", 1)},
     "prediction, block": MTP | {"full": ("block", 1)},
-    "gpt, prediction": GPT | MTP,
+    "gpt, prediction": GPT | MTP | {"model.position_embedding_type": "rope"},
     "context parallel, eager loss": EAGER | {"parallelism.context_parallel_size": 2},
 }
