@@ -222,9 +222,8 @@ class _Player:
     def _make(self, value: Value) -> None:
         """Give an output its memory: its discarded storage again if it has one, else a new one."""
         storage = self._storages.get(value)
-        if storage is not None and storage.slot is None and storage.references > 0:
+        if storage is not None and storage.slot is None and storage.references > storage.held:
             storage.slot = self._open(value, value.name)
-            storage.references += 1
         else:
             self._storages[value] = self._new(value, value.name)
 
@@ -241,11 +240,12 @@ class _Player:
             self._steps.append((CACHE, slot, f"{op.name} {value.name}"))
 
     def _discard_after(self, index: int, keep: bool) -> None:
-        """Drop the outputs of discard regions whose consumer has just run."""
+        """Drop the outputs of discard regions whose consumer has just run; its context holds on to them."""
         for region in self._consumed.get(index, ()) if keep else ():
             if region in self._inputs and region not in self._discarded:
-                self._discarded[region] = [self._storages[value] for value in self._region_outputs(region)]
-                for storage in self._discarded[region]:
+                outputs = [self._storages[value] for value in self._region_outputs(region)]
+                self._discarded[region] = [self._retain(storage) for storage in outputs]
+                for storage in outputs:
                     self._drop(storage)
 
     def _region_outputs(self, region: Region) -> list[Value]:

@@ -1,9 +1,11 @@
 """Where autograd puts the sum of gradients that meet: the trace must book what a run without it allocates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import Variable
 
 from labkit.drivers.trace import gradients
 from labkit.drivers.trace.origin import Origin
@@ -48,12 +50,26 @@ def test_sums_of_gradients_are_booked_as_the_engine_makes_them(first_kept: bool,
     assert traced_sum not in kept
 
 
-def test_the_first_gradient_takes_the_sum_when_it_is_free() -> None:
+def custom_backward(loss: torch.Tensor) -> None:
+    """As Megatron's of that name (`pipeline_parallel/schedules.py`), which calls the engine itself."""
+    Variable._execution_engine.run_backward(
+        tensors=(loss,),
+        grad_tensors=(torch.ones_like(loss),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@pytest.mark.parametrize("run_backward", [torch.Tensor.backward, custom_backward])
+def test_the_first_gradient_takes_the_sum_when_it_is_free(run_backward: Callable[[torch.Tensor], None]) -> None:
     with StorageTracker(Origin(), instead={torch.ops.aten.add.Tensor: gradients.adder()}) as tracker:
         x = torch.ones(1000, device="meta", requires_grad=True)
         y = x * 1
         before = len(tracker.allocations)
-        (Branch.apply(y, None) + Branch.apply(y, None)).sum().backward()
+        run_backward((Branch.apply(y, None) + Branch.apply(y, None)).sum())
         # Forward: two copies and their sum; backward: two copies and the product's gradient, none for the sum of both.
         made = [allocation.shape for allocation in tracker.allocations[before:]]
     assert made.count((1000,)) == 6

@@ -18,7 +18,8 @@ from torch.autograd.graph import _engine_run_backward
 from labkit.drivers.trace.origin import Origin
 from labkit.drivers.trace.tracker import StorageTracker
 
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = frozenset((_engine_run_backward.__name__, "custom_backward"))
+"""Functions that call it: PyTorch's, and Megatron's, which begins a pass (`pipeline_parallel/schedules.py`)."""
 _ADD = torch.ops.aten.add.Tensor
 
 type Add = Callable[..., Tensor]
@@ -78,4 +79,4 @@ def _called_by_engine(frame: FrameType | None) -> bool:
     """Whether no Python code lies between autograd's engine and the dispatch mode that leads to `frame`."""
     while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):
         frame = frame.f_back
-    return frame is not None and frame.f_code is _ENGINE
+    return frame is not None and frame.f_code.co_name in _ENGINE

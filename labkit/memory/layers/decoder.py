@@ -175,7 +175,10 @@ def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: M
         mixers = MIXERS if sizes.trains else {**MIXERS, **LORA_MIXERS}
         output = mixers[mixer](tape, workload, sizes, mixed)
     biased = workload.model.add_bias_linear and mixer in ("attention", "mla")
-    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=biased)
+    added = bias_dropout_add(tape, workload, sizes, output, hidden, biased=biased)
+    # `input_layernorm_output`, a local variable of TransformerLayer.
+    tape.hold([mixed])
+    return added
 
 
 def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
@@ -189,7 +192,10 @@ def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fra
     with tape.module("mlp", kind="moe"):
         output = moe_layer(tape, workload, sizes, normed, share)
     # Experts add their biases themselves.
-    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=False)
+    added = bias_dropout_add(tape, workload, sizes, output, hidden, biased=False)
+    # `pre_mlp_layernorm_output`, a local variable of TransformerLayer.
+    tape.hold([normed])
+    return added
 
 
 def _norm(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, name: str) -> Value:

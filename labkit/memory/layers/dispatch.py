@@ -206,10 +206,7 @@ class AllGather(_Permuting):
         tokens, probabilities, routing_map = self._gather(routed)
         context.held += [tokens, probabilities]
         local_map, local_probabilities = self._local(routing_map, probabilities)
-        gathered = [tape.buffer("gathered_gradient", tokens.shape)] if tokens is not routed.tokens else []
-        rows, _, self._mapping = permute(
-            tape, tokens, local_map, None, context.rows.received, fused=context.fused, backward_temporaries=gathered
-        )
+        rows, _, self._mapping = permute(tape, tokens, local_map, None, context.rows.received, fused=context.fused)
         chosen = self._select(local_probabilities, local_map)
         attributes = [local_map, chosen]
         tape.op("dispatcher_attributes", attributes, [], persists=attributes)
@@ -239,10 +236,18 @@ class AllGather(_Permuting):
         gathered_probabilities = tape.value("gathered_probabilities", (count, experts), probabilities.dtype)
         tape.op("all_gather", [probabilities], [gathered_probabilities])
         global_buffer(tape, self._context.workload, sizes)
-        # It lies in that buffer, and so does the gradient of `tokens`: a view takes no memory.
+        # It lies in that buffer, and so does the gradient of `tokens`: neither takes memory of its own.
         gathered = tape.view(tokens, "gathered_input", (count, tokens.shape[1]))
-        gathered.differentiable = False
-        tape.op("all_gather", [tokens], [gathered], communicated_bytes=gathered.bytes - tokens.bytes)
+        place = tape.value("place_in_global_buffer", (0,), grad=False)
+        tape.op(
+            "all_gather",
+            [tokens],
+            [gathered, place],
+            saves=[place],
+            persists=[place],
+            gradient_in=place,
+            communicated_bytes=gathered.bytes - tokens.bytes,
+        )
         return Routed(gathered, gathered_probabilities, gathered_map)
 
     def _local(self, routing_map: Value, probabilities: Value) -> tuple[Value, Value]:

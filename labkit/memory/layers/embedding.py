@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from labkit.memory.layers.inputs import sequence_first
 from labkit.memory.layers.linear import dropout
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -25,7 +26,7 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes, weight: Value, ids: 
     with tape.module("word_embeddings"):
         words = _words(tape, sizes, weight, ids)
         if not learned and sizes.sp > 1:
-            words = _reduce_scattered(tape, workload, sizes, words)
+            words = _reduce_scattered(tape, sizes, words)
     out, held = words, [words]
     if learned:
         positions = _positions(tape, sizes, ids["position_ids"])
@@ -33,7 +34,7 @@ def embedding(tape: Tape, workload: Workload, sizes: Sizes, weight: Value, ids: 
         out = tape.value("embeddings", (sizes.tokens, sizes.hidden))
         tape.op("add", [words, positions], [out], aliases=True)
     if learned or sizes.sp == 1:
-        out = _sequence_first(tape, workload, out)
+        out = sequence_first(tape, sizes, out)
     if sizes.sp > 1:
         # Cloned so that the scattered view does not keep the whole alive; backward gathers what it scattered.
         clone = tape.value("hidden_states", (sizes.shard, sizes.hidden))
@@ -98,16 +99,7 @@ def _positions(tape: Tape, sizes: Sizes, ids: Value) -> Value:
     return positions
 
 
-def _sequence_first(tape: Tape, workload: Workload, x: Value) -> Value:
-    """(batch, sequence, hidden) to (sequence, batch, hidden): a copy where there are several sequences."""
-    if workload.batch.micro_batch_size == 1:
-        return x
-    copy = tape.value("transposed", x.shape)
-    tape.op("transpose", [x], [copy], aliases=True)
-    return copy
-
-
-def _reduce_scattered(tape: Tape, workload: Workload, sizes: Sizes, words: Value) -> Value:
+def _reduce_scattered(tape: Tape, sizes: Sizes, words: Value) -> Value:
     reduced = tape.value("reduced", (sizes.shard, sizes.hidden))
-    tape.op("reduce_scatter", [_sequence_first(tape, workload, words)], [reduced])
+    tape.op("reduce_scatter", [sequence_first(tape, sizes, words)], [reduced])
     return reduced

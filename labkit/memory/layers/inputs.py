@@ -22,3 +22,12 @@ def rolled(tape: Tape, sizes: Sizes, name: str) -> Value:
     chunks = [tape.buffer("rolled_chunk", (sizes.tokens // 2,), value.dtype)] * 2 if sizes.cp > 1 else []
     tape.op("roll", [], [value], temporaries=chunks)
     return value
+
+
+def sequence_first(tape: Tape, sizes: Sizes, x: Value) -> Value:
+    """`x` (batch, sequence, ...) with the sequence first, or back: a copy where there are several sequences."""
+    if sizes.choices.one_sequence:
+        return x
+    copy = tape.value(x.name, x.shape, x.dtype, grad=x.differentiable)
+    tape.op("transpose", [x], [copy], aliases=True)
+    return copy

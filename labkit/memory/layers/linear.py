@@ -65,12 +65,14 @@ def column_parallel(
     out_width: int,
     *,
     gathered: bool = False,
+    transposed_gradient: bool = False,
     adapters: Sequence[int] = (),
 ) -> Value:
     """`x` (shard rows, width) times a weight split over its outputs: (tokens, out_width), out_width per rank.
 
-    With `gathered` the input already has all tokens, and so has its gradient. `adapters` are the widths of the parts
-    that have an adapter each in the `lora` runtime.
+    With `gathered` the input already has all tokens, and so has its gradient. A `transposed_gradient` of the output is
+    copied first (`grad_output_preprocess`). `adapters` are the widths of the parts that have an adapter each in the
+    `lora` runtime.
     """
     if sizes.lora is not None:
         whole = gather_input(tape, sizes, x, width) if sizes.sp > 1 and not gathered else x
@@ -79,13 +81,14 @@ def column_parallel(
     gathers = sizes.sp > 1 and not gathered
     full = tape.buffer("gathered_input", (sizes.tokens, width))
     full_gradient = tape.buffer("input_gradient", (sizes.tokens, width))
+    copy = [tape.buffer("contiguous_gradient", out.shape)] if transposed_gradient else []
     tape.op(
         "column_parallel_gemm",
         [x],
         [out],
         saves=[x],
         temporaries=[full] if gathers else [],
-        backward_temporaries=[full, full_gradient] if gathers else [],
+        backward_temporaries=[*copy, full, full_gradient] if gathers else copy,
         weight=(out_width, width),
         library="te_gemm",
         flops=2 * sizes.tokens * width * out_width,

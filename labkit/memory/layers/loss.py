@@ -4,6 +4,7 @@ Sources: Transformer Engine `cross_entropy.py`, `triton/cross_entropy.py`; Megat
 `fusions/fused_cross_entropy.py`, `tensor_parallel/cross_entropy.py`, `pipeline_parallel/schedules.py`.
 """
 
+from labkit.memory.layers.inputs import sequence_first
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
@@ -11,13 +12,15 @@ from labkit.workload.behaviour import cross_entropy_gradient
 
 
 def cross_entropy(tape: Tape, workload: Workload, sizes: Sizes, logits: Value, labels: Value) -> Value:
-    """Loss of each token (tokens,) in fp32 of `logits` (tokens, vocabulary / tp)."""
-    kernels = workload.training.kernels
-    if not kernels.cross_entropy_loss_fusion:
-        return _megatron(tape, sizes, logits, compiled=False)
-    if kernels.cross_entropy_fusion_impl == "native":
-        return _megatron(tape, sizes, logits, compiled=True)
-    return _transformer_engine(tape, workload, sizes, logits, labels)
+    """Loss of each token (tokens,) in fp32 of `logits` (tokens, vocabulary / tp) (`compute_language_model_loss`)."""
+    kernels, labels = workload.training.kernels, sequence_first(tape, sizes, labels)
+    if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
+        loss = _transformer_engine(tape, workload, sizes, logits, labels)
+    else:
+        loss = _megatron(tape, sizes, logits, compiled=kernels.cross_entropy_loss_fusion)
+    loss = sequence_first(tape, sizes, loss)
+    tape.hold([labels])
+    return loss
 
 
 def _transformer_engine(tape: Tape, workload: Workload, sizes: Sizes, logits: Value, labels: Value) -> Value:
@@ -70,15 +73,19 @@ def _megatron(tape: Tape, sizes: Sizes, logits: Value, *, compiled: bool) -> Val
 
 
 def mean_loss(tape: Tape, sizes: Sizes, loss: Value, loss_mask: Value) -> None:
-    """Mean over the tokens that count (`loss_func`, `forward_step_calc_loss`): saves the mask and their number."""
+    """Mean over the tokens that count (`loss_func`, `forward_step_calc_loss`): saves the mask and their number.
+
+    The schedule keeps the loss until its backward is done, the report, and the number of tokens of the whole step.
+    """
     mean = tape.value("mean_loss", (1,), "fp32")
     report = tape.value("report", (2,), "fp32", grad=False)
-    counts = [tape.value(name, (1,), "int32", grad=False) for name in ("num_tokens", "clamped_num_tokens")]
+    names = ("num_tokens", "clamped_num_tokens", "total_num_tokens")
+    counts = [tape.value(name, (1,), "int32", grad=False) for name in names]
+    outputs = [mean, report, *counts]
     tape.op(
         "mean_loss",
         [loss, loss_mask],
-        [mean, report, *counts],
-        # The schedule keeps the report and the number of tokens.
-        saves=[loss_mask, report, *counts],
+        outputs,
+        saves=[loss_mask, *outputs],
         temporaries=[tape.buffer("masked_loss", (sizes.tokens,), "fp32")],
     )

@@ -98,11 +98,13 @@ def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     """From the residual (shard rows, hidden) through the norm fused into the projection to (shard rows, hidden)."""
     local, scan = _Scan.of(workload, sizes, 1), _Scan.of(workload, sizes, sizes.cp)
     _parameters(tape, workload.model, sizes, local)
+    interleaved = workload.batch.micro_batch_size > 1
     with tape.module("in_proj"):
         normed = norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
-        projected = column_parallel(tape, sizes, normed, sizes.hidden, local.packed)
+        # The gradient comes from the reordered copy unless an exchange lies between.
+        transposed = interleaved and sizes.cp == 1
+        projected = column_parallel(tape, sizes, normed, sizes.hidden, local.packed, transposed_gradient=transposed)
     packed = projected if sizes.cp == 1 else _own_heads(tape, sizes, local, scan, projected)
-    interleaved = workload.batch.micro_batch_size > 1
     if interleaved:
         exchanged, packed = packed, _reordered(tape, packed)
     out = _convolution_and_scan(tape, scan, packed, _used_parameters(tape, sizes, scan))

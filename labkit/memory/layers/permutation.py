@@ -3,9 +3,7 @@
 Sources of the fused ones: `transformer_engine/pytorch/permutation.py`, `triton/permutation.py`.
 """
 
-from collections.abc import Sequence
-
-from labkit.memory.tape import Buffer, Tape, Value
+from labkit.memory.tape import Tape, Value
 
 
 def permute(
@@ -16,14 +14,13 @@ def permute(
     rows: int,
     *,
     fused: bool,
-    backward_temporaries: Sequence[Buffer] = (),
 ) -> tuple[Value, Value | None, Value]:
     """Copies of `tokens` (tokens, width) in experts' order, their probabilities, and the mapping that leads back.
 
     `routing_map` and `probabilities` are (tokens, experts), `rows` how many copies there are.
     """
     if not fused:
-        return _permute_by_index(tape, tokens, routing_map, probabilities, rows, backward_temporaries)
+        return _permute_by_index(tape, tokens, routing_map, probabilities, rows)
     count, experts = routing_map.shape
     permuted = tape.value("permuted_tokens", (rows, tokens.shape[1]), routed=True)
     mapping = tape.value("row_id_map", (count, 2 * experts + 1), "int32", grad=False)
@@ -38,7 +35,6 @@ def permute(
         outputs,
         saves=[mapping],
         persists=[mapping],
-        backward_temporaries=backward_temporaries,
     )
     return permuted, chosen, mapping
 
@@ -49,7 +45,6 @@ def _permute_by_index(
     routing_map: Value,
     probabilities: Value | None,
     rows: int,
-    backward_temporaries: Sequence[Buffer],
 ) -> tuple[Value, Value | None, Value]:
     """Sorts the whole map; autograd keeps the sorted positions of all tokens and experts for the probabilities."""
     count, experts = routing_map.shape
@@ -70,7 +65,6 @@ def _permute_by_index(
         [permuted],
         saves=[mapping],
         persists=[mapping],
-        backward_temporaries=backward_temporaries,
     )
     tape.hold([by_expert, order])
     return permuted, chosen, mapping

@@ -59,6 +59,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "mixers alone": {"model.hybrid_layer_pattern": "MG**GM"},
     "MLPs alone": {"model.hybrid_layer_pattern": "-E--E-"},
+    "unfused latent attention, full uniform 2": LATENT
+    | {
+        "model.hybrid_layer_pattern": "++",
+        "model.num_layers": 2,
+        "model.hidden_size": 1536,
+        "parallelism.tensor_model_parallel_size": 1,
+        "parallelism.sequence_parallel": False,
+        "training.kernels.attention_backend": "unfused",
+        "full": ("uniform", 2),
+    },
+    "one MLP recomputed": {
+        "model.hybrid_layer_pattern": "-",
+        "model.num_layers": 1,
+        "batch.seq_length": 128,
+        "full": ("uniform", 1),
+    },
     "query and key norms": {"model.qk_layernorm": True},
     "query and key norms of latent attention": LATENT
     | {"model.hybrid_layer_pattern": "ME+-+E", "model.qk_layernorm": True, "labels": ["mla_up_proj"]},

@@ -124,6 +124,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "labels": ["core_attn", "mla_up_proj"],
     },
     "context parallel": CONTEXT,
+    "context parallel, mla_up_proj": CONTEXT | {"labels": ["mla_up_proj"]},
     "context parallel, core_attn, mla_up_proj": CONTEXT | {"labels": ["core_attn", "mla_up_proj"]},
     "context parallel, all to all": CONTEXT | {"parallelism.cp_comm_type": "a2a"},
     "context parallel, all gather, full block 1": CONTEXT
