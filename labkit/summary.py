@@ -1,10 +1,10 @@
 """What a result says in one page: the same object for an estimate and a trace, in JSON, in a shell, in Jupyter."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from pydantic import NonNegativeInt
 
@@ -278,16 +278,38 @@ class Summary(Part):
         )
 
 
+class Written(NamedTuple):
+    """What a rank holds, row by row."""
+
+    ledger: Ledger
+    peak_reserved_bytes: int | None
+    """Segments of the caching allocator; None where no allocator was simulated."""
+
+
 class Result:
     """A workload with the ledger that says what its rank holds. Base of `Estimate` and `Trace`."""
 
     certainty: Literal["estimated", "traced"]
 
-    def __init__(self, workload: Workload, ledger: Ledger, *, rank: int, peak_reserved_bytes: int | None) -> None:
+    def __init__(self, workload: Workload, rank: int, write: Callable[[], Written]) -> None:
+        """`write` is called when the ledger is first asked for."""
         self.workload = workload
-        self.ledger = ledger
         self.rank = rank
-        self.peak_reserved_bytes = peak_reserved_bytes
+        self._write = write
+
+    @cached_property
+    def _written(self) -> Written:
+        return self._write()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the rank holds."""
+        return self._written.ledger
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """See `Written`."""
+        return self._written.peak_reserved_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:

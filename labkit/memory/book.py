@@ -1,11 +1,12 @@
 """The estimate's clock and entries: what a rank allocates and frees, in order; becomes ledger rows."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from labkit.ledger import Certainty, Lifetime, Moment, Row
-from labkit.memory.tape import Shape
+from labkit.ledger import Certainty, Lifetime, Moment, Row, rounded
+from labkit.memory.tape import DTYPE_BYTES, Shape
+from labkit.memory.weights import Act, Tensors
 
 RECEIVED_GRADIENT = "output_gradient"
 """A tensor that a pipeline stage receives for its next backward: no forward pass leaves it."""
@@ -43,6 +44,8 @@ class Book:
         self.moments: list[Moment] = []
         self.phase = ""
         self._clock = 0
+        self._open: dict[tuple[str, int], int] = {}
+        """Entries of tensors of parameters, by the tensor's name and the parameter's number."""
 
     def enter(self, iteration: int, phase: str) -> None:
         """A phase begins."""
@@ -95,6 +98,26 @@ class Book:
         self._clock += 1
         self.entries[number - 1].dies = self._clock
         self.events.append((-number, 0))
+
+    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = False) -> None:
+        """Do all the acts to one tensor after the other."""
+        each = zip(tensors.numbers.tolist(), tensors.numel.tolist(), strict=True)
+        for number, numel in reversed(list(each)) if last_first else each:
+            for act in acts:
+                if act.verb == "close":
+                    self.close(self._open.pop((act.name, number)))
+                    continue
+                about = tensors.about(number, numel, act)
+                self._open[act.name, number] = self.open(
+                    about.tensor,
+                    about.shape,
+                    act.dtype,
+                    rounded(numel * DTYPE_BYTES[act.dtype]),
+                    module=about.module,
+                    kind=about.kind,
+                    layer=about.layer,
+                    lifetime=about.lifetime,
+                )
 
     def rows(self, rank: int, block_bytes: dict[int, int]) -> Iterator[Row]:
         """The ledger rows, with the size of the block each entry got.

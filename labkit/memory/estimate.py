@@ -8,14 +8,14 @@ from labkit.allocator import simulate_streams
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
-from labkit.memory.outline import outline
+from labkit.memory.outline import Outline, outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.stages import stage_layers
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
-from labkit.memory.units import chunks, loss_chunk, parameters
+from labkit.memory.units import chunks, loss_chunk, weights
 from labkit.memory.writer import Writer
-from labkit.summary import Result, StagePeak, Summary
+from labkit.summary import Result, StagePeak, Summary, Written
 from labkit.workload import Workload
 
 
@@ -25,14 +25,21 @@ class Estimate(Result):
     certainty: Literal["estimated"] = "estimated"
 
     def __init__(self, workload: Workload, stage: int) -> None:
-        model, book = chunks(workload, stage), Book()
-        state = State([parameters(chunk) for chunk in model], workload, stage)
-        run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
-        simulated = simulate_streams(book.events, book.streams)
-        rank = workload.parallelism.first_rank(stage)
-        ledger = Ledger(book.rows(rank, simulated.block_bytes), book.moments)
-        super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=simulated.reserved[-1][1])
+        super().__init__(workload, workload.parallelism.first_rank(stage), self._play)
         self.stage = stage
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Its levels in tensors, in a millisecond or two; the rest is written row by row when it is asked for."""
+        return outline(self.workload, self.stage)
+
+    def _play(self) -> Written:
+        model, book = chunks(self.workload, self.stage), Book()
+        state = State(*weights(model), self.workload, self.stage)
+        run_steps(self.workload, self.stage, model, loss_chunk(self.workload), Writer(book, state))
+        simulated = simulate_streams(book.events, book.streams)
+        ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)
+        return Written(ledger, simulated.reserved[-1][1])
 
     @cached_property
     def summary(self) -> Summary:

@@ -7,32 +7,24 @@ Bytes may be arrays over the lengths of a sweep.
 Known limitation: of several micro-batches in flight, what a module's attributes keep is taken to go with its backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
-    CACHE,
     CALLERS,
-    CLOSE,
     LET_GO,
-    ONCE,
-    OPEN,
     OUTPUTS,
     SENT_GRADIENT,
-    TAKE,
-    Script,
+    CacheUse,
+    Earlier,
+    Steps,
     once_key,
 )
+from labkit.memory.tape import Shape
 from labkit.memory.units import Chunk, Unit
-
-CacheUse = Literal["hit", "grow", "churn"]
-"""A module finds its entry; adds one; adds one and evicts the oldest."""
-Earlier = Literal["none", "running", "over"]
-"""How far an earlier micro-batch is whose tensors module attributes keep."""
-type Steps = Sequence[tuple[int, int]]
-"""(slot, 1 or -1): allocations and frees."""
 
 
 class Change(NamedTuple):
@@ -58,8 +50,8 @@ class Numbers(Protocol):
     def size(self, nbytes: Any) -> Any:
         """What a tensor's bytes count as."""
 
-    def sizes(self, script: Script) -> Any:
-        """The sizes of a script's slots."""
+    def sizes(self, unit: Unit) -> Any:
+        """The sizes of the slots of a unit's script; at `~slot` a slot's negative size."""
 
     def larger(self, one: Any, other: Any) -> Any:
         """The larger one, element by element."""
@@ -74,9 +66,10 @@ class Integers:
     def __init__(self, size: Callable[[int], int]) -> None:
         self.size = size
 
-    def sizes(self, script: Script) -> list[int]:
+    def sizes(self, unit: Unit) -> list[int]:
         """See `Numbers`."""
-        return [self.size(slot.bytes) for slot in script.slots]
+        sizes = [self.size(slot.on(unit.tape).bytes) for slot in unit.script.slots]
+        return [*sizes, *(-size for size in reversed(sizes))]
 
     def larger(self, one: int, other: int) -> int:
         """See `Numbers`."""
@@ -84,37 +77,38 @@ class Integers:
 
     def total(self, sizes: list[int], steps: Steps) -> Change:
         """See `Numbers`."""
-        level = peak = 0
-        for slot, sign in steps:
-            level += sign * sizes[slot]
-            peak = max(peak, level)
-        return Change(peak, level)
+        levels = list(accumulate(map(sizes.__getitem__, steps), initial=0))
+        return Change(max(levels), levels[-1])
 
 
 class _Meters:
-    """The changes that a script's passes make, each summed on first use."""
+    """The changes that a unit's passes make, each summed on first use."""
 
-    def __init__(self, script: Script, numbers: Numbers) -> None:
-        self._script = script
+    def __init__(self, unit: Unit, numbers: Numbers) -> None:
+        self._script = unit.script
         self._numbers = numbers
-        self._sizes = numbers.sizes(script)
+        self._sizes = numbers.sizes(unit)
         self._changes: dict[object, Change] = {}
-        self.caches = script.caches
-        self.once = script.once
+        self.caches = unit.script.caches
+        self.once = {
+            backward: {slot: (key, unit.script.slots[slot].on(unit.tape).shape) for slot, key in keys.items()}
+            for backward, keys in unit.script.once.items()
+        }
+        """Slots of what a pass (False forward, True backward) allocates if the process has not yet: key and shape."""
 
-    def forward(self, earlier: Earlier, cache: CacheUse, opens: frozenset[str]) -> Change:
-        """A forward pass; `opens`: what the process allocates in it for the first time."""
+    def forward(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Change:
+        """A forward pass; `opens`: slots of what the process allocates in it for the first time."""
         key = earlier, cache, opens
         if key not in self._changes:
-            steps = list(_forward_steps(self._script, earlier, cache, opens))
+            steps = self._script.forward_steps(earlier, cache, opens)
             self._changes[key] = self._numbers.total(self._sizes, steps)
         return self._changes[key]
 
-    def backward(self, let_go: bool, opens: frozenset[str]) -> Change:
+    def backward(self, let_go: bool, opens: frozenset[int]) -> Change:
         """A backward pass; `let_go`: a later forward has taken the attributes that held this micro-batch's tensors."""
         key = let_go, opens
         if key not in self._changes:
-            steps = list(_backward_steps(self._script, let_go, opens))
+            steps = self._script.backward_steps(let_go, opens)
             self._changes[key] = self._numbers.total(self._sizes, steps)
         return self._changes[key]
 
@@ -141,55 +135,19 @@ class _Meters:
         return sum(self._sizes[slot] for at, freed in frees.items() if forward[at][0] == LET_GO for slot in freed)
 
 
-def _forward_steps(
-    script: Script, earlier: Earlier, cache: CacheUse, opens: frozenset[str]
-) -> Iterator[tuple[int, int]]:
-    frees = script.frees[False]
-    for position, (code, slot, key) in enumerate(script.forward):
-        if code == OPEN or (code == ONCE and key in opens):
-            yield slot, 1
-        elif code == CLOSE or (code == LET_GO and earlier == "over"):
-            for freed in frees.get(position, ()):
-                yield freed, -1
-        elif code == LET_GO and earlier == "running":
-            # What its own forward is done with; the rest its backward still needs.
-            for freed in frees.get(position, ()):
-                if freed in script.closed_in_forward:
-                    yield freed, -1
-        elif code == CACHE and cache != "hit":
-            yield slot, 1
-            if cache == "churn":
-                yield slot, -1
-
-
-def _backward_steps(script: Script, let_go: bool, opens: frozenset[str]) -> Iterator[tuple[int, int]]:
-    frees = script.frees[True]
-    for position, (code, slot, key) in enumerate(script.backward):
-        if code == OPEN or (code == ONCE and key in opens):
-            yield slot, 1
-        elif code == TAKE:
-            yield slot, -1
-        elif code == CLOSE and let_go:
-            if slot not in script.kept_behind:
-                yield slot, -1
-        elif code == CLOSE or (code == LET_GO and not let_go):
-            for freed in frees.get(position, ()):
-                yield freed, -1
-
-
 class Pool:
     """Meters of scripts, made on first use; several `Meter` objects may share one."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
-        self._meters: dict[int, tuple[Script, _Meters]] = {}
+        self._meters: dict[tuple[int, int], tuple[Unit, _Meters]] = {}
 
     def of(self, unit: Unit) -> _Meters:
-        """The meters of a unit's script."""
-        key = id(unit.script)
+        """The meters of a unit, and of all that have its script and its sizes."""
+        key = id(unit.script), id(unit.tape)
         if key not in self._meters:
-            # The script is kept so that no other can take its id.
-            self._meters[key] = unit.script, _Meters(unit.script, self.numbers)
+            # The unit is kept so that no other's parts can take their ids.
+            self._meters[key] = unit, _Meters(unit, self.numbers)
         return self._meters[key][1]
 
 
@@ -292,7 +250,7 @@ class Meter:
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         """Variables of the schedule keep a tensor at an end of the chunk."""
-        nbytes = self.kept_by_schedule[tensor] = self._of(chunk.units[0]).output
+        nbytes = self.kept_by_schedule[tensor] = self._of(chunk.ends[0]).output
         self.add(Change(nbytes, nbytes))
 
     def free(self, tensor: Boundary) -> None:
@@ -301,13 +259,13 @@ class Meter:
 
     def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
         """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""
-        for unit in chunk.units if len(chunk.units) == 1 else (chunk.units[0], chunk.units[-1]):
+        for unit in chunk.ends:
             for key, nbytes in self._of(unit).kept_by_caller[backward]:
                 if key != OUTPUTS:
                     self._drop(key)
                 with_input = key == SENT_GRADIENT and latest
                 self._kept.append(_Kept(nbytes, {key, index} if with_input else {key}))
-        first = self._of(chunk.units[0])
+        first = self._of(chunk.ends[0])
         if backward and not first.keeps_output:
             self._drop(SENT_GRADIENT)
         if backward and latest and first.keeps_output:
@@ -348,10 +306,13 @@ class Meter:
     def _joined(self, first: Change, second: Change) -> Change:
         return Change(self._larger(first.peak, first.net + second.peak), first.net + second.net)
 
-    def _opens(self, once: frozenset[str], index: int) -> frozenset[str]:
-        """What the process allocates for the first time in a pass of chunk `index`."""
-        opens = frozenset(key for key in once if once_key(key, index) not in self._once)
-        self._once.update(once_key(key, index) for key in opens)
+    def _opens(self, once: Mapping[int, tuple[str, Shape]], index: int) -> frozenset[int]:
+        """Slots of what the process allocates for the first time in a pass of chunk `index`."""
+        if not once:
+            return frozenset()
+        keys = {slot: once_key(key, index, shape) for slot, (key, shape) in once.items()}
+        opens = frozenset(slot for slot, key in keys.items() if key not in self._once)
+        self._once.update(keys.values())
         return opens
 
     def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:

@@ -5,27 +5,32 @@ Sources: Megatron Core `optimizer/distrib_optimizer.py`, `optimizer/optimizer.py
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from labkit.ledger import Lifetime, rounded
-from labkit.memory.book import Book
-from labkit.memory.tape import DTYPE_BYTES, Parameter
+import numpy as np
+
+from labkit.ledger import rounded
+from labkit.memory.tape import DTYPE_BYTES
+from labkit.memory.weights import About, Act, Integers, Tensors, Weights
 from labkit.workload import Workload
 from labkit.workload.training import Optimizer
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The stretch of a parameter whose optimizer state this rank holds: all of it without a distributed optimizer."""
-
-    parameter: Parameter
-    numel: int
+if TYPE_CHECKING:
+    from labkit.memory.state import StateBook
 
 
 class ShardedOptimizer:
-    """The optimizer over one rank's shards: main parameters, copies of gradients, moments."""
+    """The optimizer over one rank's shards: main parameters, copies of gradients, moments.
 
-    def __init__(self, shards: Sequence[Shard], workload: Workload, gradient_dtype: str) -> None:
+    A shard is the stretch of a parameter whose optimizer state this rank holds: all of it without a distributed
+    optimizer.
+    """
+
+    def __init__(
+        self, weights: Weights, stepped: Integers, shards: Integers, workload: Workload, gradient_dtype: str
+    ) -> None:
+        """`stepped`: numbers of the parameters, `shards`: elements of each that this rank holds."""
+        self._weights = weights
         self._choice = workload.training.optimizer
         self._dtype = workload.training.precision
         self._copies_gradients = not self._choice.main_params_in_te and gradient_dtype != "fp32"
@@ -33,69 +38,72 @@ class ShardedOptimizer:
         # the first group of parameters and vectors the second.
         self._optimizers = [
             [
-                [
-                    shard
-                    for shard in shards
-                    if shard.parameter.expert == expert and (len(shard.parameter.shape) > 1) == matrices
-                ]
+                self._shards(
+                    stepped, shards, (weights.expert[stepped] == expert) & (weights.matrix[stepped] == matrices)
+                )
                 for matrices in (True, False)
             ]
             for expert in (False, True)
         ]
-        self._gradient_copies: list[int] = []
+        self._has_copies = False
         self._has_stepped = False
 
-    @property
-    def _shards(self) -> Iterator[Shard]:
-        return (shard for groups in self._optimizers for group in groups for shard in group)
+    def _shards(self, stepped: Integers, shards: Integers, chosen: "np.typing.NDArray[np.bool_]") -> Tensors:
+        return Tensors(shards[chosen], stepped[chosen], self._about)
 
-    def set_up(self, book: Book) -> None:
+    def _about(self, number: int, numel: int, act: Act) -> About:
+        parameter = self._weights.parameters[number]
+        return About(act.name, (numel,), parameter.name, "optimizer", parameter.layer, act.lifetime)
+
+    @property
+    def _groups(self) -> Iterator[Tensors]:
+        return (group for groups in self._optimizers for group in groups)
+
+    def set_up(self, book: "StateBook") -> None:
         """Main parameters, where Megatron holds them: `clone().float()` of each shard."""
         if self._choice.main_params_in_te:
             return
-        for shard in self._shards:
-            clone = _open(book, shard, "parameter copy", self._dtype, "transient")
-            _open(book, shard, "main_param", "fp32", "state")
-            book.close(clone)
+        clone = Act("open", "parameter copy", self._dtype)
+        for shards in self._groups:
+            book.each(shards, [clone, Act("open", "main_param", "fp32", "state"), clone._replace(verb="close")])
 
-    def zero_gradients(self, book: Book) -> None:
+    def zero_gradients(self, book: "StateBook") -> None:
         """Start of a step: the last step's copies of the gradients go (`zero_grad`)."""
-        for number in self._gradient_copies:
-            book.close(number)
-        self._gradient_copies.clear()
+        for shards in self._groups if self._has_copies else ():
+            book.each(shards, [_GRADIENT._replace(verb="close")])
+        self._has_copies = False
 
-    def step(self, book: Book) -> None:
+    def step(self, book: "StateBook") -> None:
         """Copy the gradients to fp32 where Megatron holds the main parameters (`prepare_grads`), then step."""
-        if self._copies_gradients:
-            self._gradient_copies = [_open(book, shard, "fp32 gradient", "fp32", "transient") for shard in self._shards]
+        for shards in self._groups if self._copies_gradients else ():
+            book.each(shards, [_GRADIENT])
+        self._has_copies = self._copies_gradients
         for groups in self._optimizers:
-            self._step_groups(book, groups)
+            self._step_groups(book, [group for group in groups if len(group.numel)])
         if not self._has_stepped:
             self._has_stepped = True
             self._make_scales(book)
 
-    def _step_groups(self, book: Book, groups: Sequence[Sequence[Shard]]) -> None:
+    def _step_groups(self, book: "StateBook", groups: Sequence[Tensors]) -> None:
         """`FusedAdam.step`: states appear in the first one; narrow ones are copied to fp32 for the kernel and back.
 
         The copies of a group stay in the arguments of the last kernel (`tensor_lists`) until the next group's.
         """
-        held: list[int] = []
-        for group in filter(None, groups):
-            copies = []
-            for shard in group:
-                if not self._has_stepped:
-                    self._make_states(book, shard)
-                copies += [_open(book, shard, f"fp32 {name}", "fp32", "transient") for name in self._unscaled]
-            for number in held:
-                book.close(number)
-            held = copies
+        copies = [Act("open", f"fp32 {name}", "fp32") for name in self._unscaled]
+        done = [copy._replace(verb="close") for copy in copies]
+        held: Tensors | None = None
+        for group in groups:
+            book.each(group, copies if self._has_stepped else [*self._making_states(), *copies])
+            if held is not None:
+                book.each(held, done)
+            held = group
             for name, dtype in self._unscaled.items():
                 if dtype == "bf16":
                     # `_apply_scale`: `scaled_state.copy_(unscaled_state.bfloat16())`
-                    for shard in group:
-                        book.close(_open(book, shard, f"narrow {name}", dtype, "transient"))
-        for number in held:
-            book.close(number)
+                    narrow = Act("open", f"narrow {name}", dtype)
+                    book.each(group, [narrow, narrow._replace(verb="close")])
+        if held is not None:
+            book.each(held, done)
 
     @property
     def _states(self) -> dict[str, str]:
@@ -110,21 +118,19 @@ class ShardedOptimizer:
             name: dtype for name, dtype in self._states.items() if dtype == "fp16" or (dtype == "bf16" and not fused)
         }
 
-    def _make_states(self, book: Book, shard: Shard) -> None:
+    def _making_states(self) -> list[Act]:
         """`FusedAdam.initialize_state`."""
-        for name, dtype in self._states.items():
-            _open(book, shard, name, dtype, "state")
+        acts = [Act("open", name, dtype, "state") for name, dtype in self._states.items()]
         if self._states.get("master_param", "int16") != "int16":
             # `master = param.clone().detach().float()` on its way into the state.
-            clone = _open(book, shard, "parameter copy", self._dtype, "transient")
-            master = _open(book, shard, "fp32 parameter copy", "fp32", "transient")
-            book.close(clone)
-            book.close(master)
+            clone, master = Act("open", "parameter copy", self._dtype), Act("open", "fp32 parameter copy", "fp32")
+            acts += [clone, master, clone._replace(verb="close"), master._replace(verb="close")]
+        return acts
 
-    def _make_scales(self, book: Book) -> None:
+    def _make_scales(self, book: "StateBook") -> None:
         """One fp32 scalar for each state whose values are not fp32 (remainders are bits of fp32 ones)."""
         narrow = sum(dtype in ("bf16", "fp16") for dtype in self._states.values())
-        count = narrow * sum(1 for _ in self._shards)
+        count = narrow * sum(len(shards.numel) for shards in self._groups)
         if count:
             nbytes = rounded(DTYPE_BYTES["fp32"]) * count
             book.open(
@@ -139,6 +145,9 @@ class ShardedOptimizer:
             )
 
 
+_GRADIENT = Act("open", "fp32 gradient", "fp32")
+
+
 def _states(choice: Optimizer) -> dict[str, str]:
     if choice.optimizer == "sgd":
         return {"momentum_buffer": "fp32"}
@@ -148,16 +157,3 @@ def _states(choice: Optimizer) -> dict[str, str]:
     remainders = choice.store_param_remainders and choice.main_params_dtype == "fp32"
     # With remainders it keeps the low 16 bits beside each bf16 parameter, else the whole main parameter.
     return {**moments, "master_param": "int16" if remainders else choice.main_params_dtype}
-
-
-def _open(book: Book, shard: Shard, name: str, dtype: str, lifetime: Lifetime) -> int:
-    return book.open(
-        name,
-        (shard.numel,),
-        dtype,
-        rounded(shard.numel * DTYPE_BYTES[dtype]),
-        module=shard.parameter.name,
-        kind="optimizer",
-        layer=shard.parameter.layer,
-        lifetime=lifetime,
-    )

@@ -1,18 +1,21 @@
 """What an estimate comes to, without its rows: the peak of every phase, in a few milliseconds."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
-from labkit.memory.book import Book
+import numpy as np
+
+from labkit.ledger import rounded
 from labkit.memory.meter import Change, Integers, Meter, Pool
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
-from labkit.memory.state import State
+from labkit.memory.state import State, StateBook
 from labkit.memory.steps import run_steps
-from labkit.memory.tape import Shape
-from labkit.memory.units import Chunk, chunks, loss_chunk, parameters
+from labkit.memory.tape import DTYPE_BYTES, Shape
+from labkit.memory.units import Chunk, chunks, loss_chunk, weights
+from labkit.memory.weights import Act, Tensors
 from labkit.workload import Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
 
@@ -145,38 +148,46 @@ class _Levels:
         self._meter.add(self._state.first_step if self._iteration == 1 else self._state.later_step)
 
 
-class _Events(Book):
-    """Writes down sizes alone."""
+class _Tally:
+    """Sums up what `State` opens and closes; see `labkit.memory.state.StateBook`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[tuple[int, int]] = []
-        """(bytes, how many) of each entry, by number from 1."""
-        self.numbers: list[int] = []
-        """Entries as they are opened, and negative as they are closed."""
+    def __init__(self, size: Callable[[Any], Any]) -> None:
+        self._size = size
+        self._level = self._peak = 0
+        self._opened: list[int] = []
+        """Sizes of entries, by number from 1."""
 
-    def open(
-        self,
-        tensor: str,  # noqa: ARG002
-        shape: Shape,  # noqa: ARG002
-        dtype: str,  # noqa: ARG002
-        nbytes: int,
-        *,
-        count: int = 1,
-        **about: Any,  # noqa: ARG002
-    ) -> int:
-        self.sizes.append((nbytes // count, count))
-        self.numbers.append(len(self.sizes))
-        return len(self.sizes)
+    def during(self, act: Callable[[StateBook], None]) -> Change:
+        """What `act` does to the level."""
+        before, self._peak = self._level, self._level
+        act(self)
+        return Change(self._peak - before, self._level - before)
+
+    def open(self, tensor: str, shape: Shape, dtype: str, nbytes: int, *, count: int = 1, **about: Any) -> int:  # noqa: ARG002
+        self._opened.append(self._size(nbytes // count) * count)
+        self._level += self._opened[-1]
+        self._peak = max(self._peak, self._level)
+        return len(self._opened)
 
     def close(self, number: int) -> None:
-        self.numbers.append(-number)
+        self._level -= self._opened[number - 1]
 
-    def during(self, act: Callable[[Book], None]) -> list[int]:
-        """What `act` opens and closes."""
-        start = len(self.numbers)
-        act(self)
-        return self.numbers[start:]
+    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = False) -> None:  # noqa: ARG002
+        if not acts or not len(tensors.numel):
+            return
+        numel: Any = tensors.numel
+        sizes = {dtype: self._size(rounded(numel * DTYPE_BYTES[dtype])) for dtype in {act.dtype for act in acts}}
+        if all(act.verb == "open" for act in acts):
+            self._level += sum(int(sizes[act.dtype].sum()) for act in acts)
+            self._peak = max(self._peak, self._level)
+            return
+        if all(act.verb == "close" for act in acts):
+            self._level -= sum(int(sizes[act.dtype].sum()) for act in acts)
+            return
+        changes = np.stack([sizes[act.dtype] if act.verb == "open" else -sizes[act.dtype] for act in acts], axis=1)
+        levels = np.cumsum(changes.ravel())
+        self._peak = max(self._peak, self._level + int(levels.max()))
+        self._level += int(levels[-1])
 
 
 class _StateChanges(NamedTuple):
@@ -204,40 +215,11 @@ class _StateKey:
     workload: Workload = field(compare=False)
 
 
-class _StateEvents(NamedTuple):
-    """What the acts of `State` open and close: entries by number from 1, negative where they are closed."""
-
-    sizes: list[tuple[int, int]]
-    """(bytes, how many) of each entry."""
-    acts: list[list[int]]
-    """In the order of `_StateChanges`."""
-    workspaces: frozenset[str]
-
-
 @lru_cache(maxsize=1024)
-def _state_changes(key: _StateKey, size: Callable[[int], int]) -> _StateChanges:
-    events = _state_events(key)
-    sizes = [0, *(size(nbytes) * count for nbytes, count in events.sizes)]
-    set_up, sync_gradients, first_step, zero_gradients, later_step = (
-        _change(numbers, sizes) for numbers in events.acts
-    )
-    return _StateChanges(set_up, sync_gradients, first_step, zero_gradients, later_step, events.workspaces)
-
-
-@lru_cache(maxsize=256)
-def _state_events(key: _StateKey) -> _StateEvents:
-    state, events = State([parameters(chunk) for chunk in key.chunks], key.workload, key.stage), _Events()
+def _state_changes(key: _StateKey, size: Callable[[Any], Any]) -> _StateChanges:
+    state, tally = State(*weights(key.chunks), key.workload, key.stage), _Tally(size)
     # In the order they happen: what is opened in one is closed in another.
-    acts = (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
-    return _StateEvents(events.sizes, [events.during(act) for act in acts], frozenset(state.workspaces))
-
-
-def _change(numbers: list[int], sizes: list[int]) -> Change:
-    level = peak = 0
-    for number in numbers:
-        if number < 0:
-            level -= sizes[-number]
-        else:
-            level += sizes[number]
-            peak = max(peak, level)
-    return Change(peak, level)
+    set_up, sync_gradients, first_step, zero_gradients, later_step = map(
+        tally.during, (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
+    )
+    return _StateChanges(set_up, sync_gradients, first_step, zero_gradients, later_step, frozenset(state.workspaces))

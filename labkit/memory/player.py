@@ -11,6 +11,7 @@ from labkit.memory.script import (
     CACHE,
     CALLER,
     CLOSE,
+    DUMMY,
     FOLLOW,
     GRADIENT_OUT,
     HOLD,
@@ -25,8 +26,9 @@ from labkit.memory.script import (
     TAKE,
     Script,
     Slot,
+    once_key,
 )
-from labkit.memory.tape import GRADIENTS, Buffer, Op, Shape, Tape, Value
+from labkit.memory.tape import GRADIENTS, NOTHING, Op, Tape, Value
 
 
 class _Storage:
@@ -67,7 +69,7 @@ def play(
 
 class _Player:
     def __init__(self, tape: Tape, found: list[Region], *, fused_weight_gradients: bool) -> None:
-        self.script = Script([], parameters=tape.parameters)
+        self.script = Script([])
         self._steps = self.script.forward
         self._tape = tape
         self._fused_weight_gradients = fused_weight_gradients
@@ -85,6 +87,8 @@ class _Player:
             table.setdefault(region.until, []).append(region)
             if region.verb == "discard":
                 self._dropped.setdefault(region.last, []).append(region)
+        self._bounds = {bound for region in found for bound in (region.first, region.last, region.until)}
+        """Operations where something happens to a region in backward."""
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
         kept = None if tape.exit is None else tape.exit.storage
@@ -119,7 +123,7 @@ class _Player:
         for neighbour, name in ((tape.entry, "hidden_states"), (tape.exit, "gradient")):
             # Slots INPUT and GRADIENT_OUT, even where the unit has no such neighbour.
             if neighbour is None:
-                self.script.slots.append(Slot(name, (), tape.dtype, 0, "", "", None, "exact", None))
+                self.script.slots.append(Slot(-1, name, None, constant=NOTHING))
             else:
                 self._slot(neighbour, name)
         if tape.entry is not None:
@@ -164,10 +168,11 @@ class _Player:
         """Run operations; `keep` what they save, except in regions entered here (not those already `inside`)."""
         index = first
         while index <= last:
-            region = self._entered(index, inside)
+            region = self._entered(index, inside) if index in self._starting else None
             if region is None:
                 self._forward_op(index, keep)
-                self._discard_after(index, keep)
+                if index in self._consumed:
+                    self._discard_after(index, keep)
                 index += 1
                 continue
             if keep:
@@ -179,7 +184,7 @@ class _Player:
             index = region.last + 1
 
     def _entered(self, index: int, inside: frozenset[Region]) -> Region | None:
-        return next((region for region in self._starting.get(index, ()) if region not in inside), None)
+        return next((region for region in self._starting[index] if region not in inside), None)
 
     def _region_values(self, region: Region) -> list[Value]:
         """Values the region reads that were made before it, each once."""
@@ -196,7 +201,7 @@ class _Player:
         if op.caches:
             self._cache(op)
             return
-        temporaries = [self._open_buffer(op, buffer) for buffer in op.temporaries]
+        temporaries = [self._open(value, value.name) for value in op.temporaries]
         for value in op.outputs:
             if value.base is None:
                 self._make(value)
@@ -231,9 +236,7 @@ class _Player:
         for value in op.outputs:
             if op.layer is None:
                 # One module of the model chunk: its one entry stays.
-                self._open_once(
-                    f"{OF_CHUNK}{op.module} {value.name}", Buffer(value.name, value.shape, value.dtype), value.module
-                )
+                self._open_once(f"{OF_CHUNK}{op.module} {value.name}", value, value.name)
                 continue
             slot = self._slot(value, value.name)
             self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches)
@@ -267,6 +270,10 @@ class _Player:
         position = last
         while position >= first:
             index = self._order[position]
+            if index not in self._bounds:
+                self._backward_op(index)
+                position -= 1
+                continue
             for region in self._consumed.get(index, ()):
                 if region in self._discarded and region not in inside:
                     self._restore(region, inside)
@@ -377,22 +384,24 @@ class _Player:
         temporaries: list[tuple[str, int]] = []
         gradients: list[tuple[Value, _Storage]] = []
         for each in op.backward_temporaries:
-            if isinstance(each, Buffer):
-                temporaries.append((each.name, self._open_buffer(op, each)))
+            if isinstance(each, Value):
+                temporaries.append((each.name, self._open(each, each.name)))
             elif each is GRADIENTS:
                 gradients = self._input_gradients(op, flowing)
             else:
                 done = next(entry for entry in temporaries if entry[0] == each.name)
                 temporaries.remove(done)
                 self._steps.append((CLOSE, done[1], ""))
-        if GRADIENTS not in op.backward_temporaries:
+        if not op.backward_temporaries or GRADIENTS not in op.backward_temporaries:
             gradients = self._input_gradients(op, flowing)
         fused = self._fused_weight_gradients
-        weights = [] if op.weight is None or fused else self._weight_gradients(op, op.weight)
+        weights = [] if op.weight_gradient is None or fused else self._weight_gradients(op, op.weight_gradient)
         for slot in (*(slot for _, slot in temporaries), *weights):
             self._steps.append((CLOSE, slot, ""))
-        if op.weight is not None and fused:
-            self._dummy_gradient(op, op.weight)
+        if op.weight_gradient is not None and fused:
+            # Fused into the gradient buffer a weight's gradient leaves autograd a cached dummy of the weight's shape
+            # (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`).
+            self._open_once(DUMMY, op.weight_gradient, DUMMY)
         return gradients
 
     def _input_gradients(self, op: Op, flowing: list[_Storage]) -> list[tuple[Value, _Storage]]:
@@ -433,53 +442,27 @@ class _Player:
             self._release(before)
             self._release(gradient)
 
-    def _weight_gradients(self, op: Op, shape: Shape) -> list[int]:
+    def _weight_gradients(self, op: Op, gradient: Value) -> list[int]:
         """Open a weight's gradient, a tensor until it is added; that of a `Tape.weight` flows on to it."""
         if any(value.is_weight for value in op.inputs):
             return []
-        buffer = self._tape.buffer("weight gradient", shape)
-        return [self._open_buffer(op, buffer) for _ in range(op.weights)]
-
-    def _dummy_gradient(self, op: Op, shape: Shape) -> None:
-        """Fused into the gradient buffer a weight's gradient leaves autograd a cached dummy of the weight's shape.
-
-        Source: `transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`.
-        """
-        dummy = self._tape.buffer("dummy weight gradient", shape)
-        self._open_once(f"dummy {dummy.shape}", dummy, op.module_path, op.layer)
+        return [self._open(gradient, gradient.name) for _ in range(op.weights)]
 
     # -- storages ------------------------------------------------------------------------------------------------
 
     def _libraries(self, op: Op, *, backward: bool) -> None:
         if op.once is not None:
             self._open_once(op.once.name, op.once, op.once.name)
-        for key, buffer in workspaces(op.library, backward=backward):
-            self._open_once(key, buffer, "")
+        if op.library is not None:
+            for key, workspace in workspaces(op.library, backward=backward):
+                self._open_once(key, workspace, workspace.name)
 
-    def _open_once(self, key: str, buffer: Buffer, module: str, layer: int | None = None) -> None:
-        if key not in self._once:
-            self._once.add(key)
-            slot = Slot(buffer.name, buffer.shape, buffer.dtype, buffer.bytes, module, "library", layer, "exact", None)
-            self.script.slots.append(slot)
-            self._steps.append((ONCE, len(self.script.slots) - 1, key))
-
-    def _open_buffer(self, op: Op, buffer: Buffer) -> int:
-        self.script.slots.append(
-            Slot(
-                buffer.name,
-                buffer.shape,
-                buffer.dtype,
-                buffer.bytes,
-                op.module_path,
-                op.kind,
-                op.layer,
-                "exact",
-                self._label,
-            )
-        )
-        slot = len(self.script.slots) - 1
-        self._steps.append((OPEN, slot, ""))
-        return slot
+    def _open_once(self, key: str, value: Value, name: str) -> None:
+        within = once_key(key, 0, value.shape)
+        if within not in self._once:
+            self._once.add(within)
+            self._steps.append((ONCE, len(self.script.slots), key))
+            self.script.slots.append(Slot(value.number, name, None, constant=value if value.number < 0 else None))
 
     def _new(self, value: Value, name: str) -> _Storage:
         return _Storage(self._open(value, name))
@@ -490,19 +473,7 @@ class _Player:
         return slot
 
     def _slot(self, value: Value, name: str) -> int:
-        self.script.slots.append(
-            Slot(
-                name,
-                value.shape,
-                value.dtype,
-                value.bytes,
-                value.module,
-                value.kind,
-                value.layer,
-                value.certainty,
-                self._label,
-            )
-        )
+        self.script.slots.append(Slot(value.number, name, self._label))
         return len(self.script.slots) - 1
 
     def _retain(self, storage: _Storage) -> _Storage:

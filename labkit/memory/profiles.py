@@ -21,7 +21,7 @@ from labkit.errors import InputError, WorkError
 from labkit.files import read_regular, write_atomically
 from labkit.ledger import Certainty, Ledger, Row
 from labkit.memory.estimate import Estimate
-from labkit.summary import PROFILE, Result
+from labkit.summary import PROFILE, Written
 from labkit.workload import Workload
 from labkit.workload.base import Part
 
@@ -76,15 +76,14 @@ class RaisedEstimate(Estimate):
     """An estimate with a row that lifts its peak to an observed one."""
 
     def __init__(self, estimate: Estimate, row: Row, peak_allocated_bytes: int) -> None:
-        reserved = estimate.peak_reserved_bytes
-        Result.__init__(
-            self,
-            estimate.workload,
-            Ledger([*estimate.ledger.rows, row], estimate.ledger.moments),
-            rank=estimate.rank,
-            peak_reserved_bytes=None if reserved is None else max(reserved, peak_allocated_bytes),
+        super().__init__(estimate.workload, estimate.stage)
+        self._below, self._row, self._peak = estimate, row, peak_allocated_bytes
+
+    def _play(self) -> Written:
+        ledger, reserved = self._below.ledger, self._below.peak_reserved_bytes
+        return Written(
+            Ledger([*ledger.rows, self._row], ledger.moments), None if reserved is None else max(reserved, self._peak)
         )
-        self.stage = estimate.stage
 
 
 class Profiles:

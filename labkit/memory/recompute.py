@@ -6,11 +6,9 @@ runs its backward (`tensor_parallel.checkpoint`). *discard* a region's outputs: 
 Full recompute checkpoints whole layers, or runs of them.
 """
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from labkit.memory.tape import Tape
-from labkit.workload import Recompute
 
 Verb = Literal["checkpoint", "discard"]
 _LAYER_DOTS = 2
@@ -65,14 +63,18 @@ class Region(NamedTuple):
     """For discard: index of the consumer's last operation."""
 
 
-def regions(tape: Tape, labels: Iterable[str], *, checkpointed: bool = False) -> list[Region]:
-    """The regions that `labels` make of a unit's tape, outer before inner; `checkpointed` is one around all of it."""
-    if checkpointed:
-        return [Region("full", "checkpoint", 0, len(tape.ops) - 1, len(tape.ops) - 1)]
+def whole(tape: Tape) -> Region:
+    """Full recompute's region: all of a unit."""
+    last = len(tape.ops) - 1
+    return Region("full", "checkpoint", 0, last, last)
+
+
+def regions(tape: Tape) -> list[Region]:
+    """The regions that labels make of a unit's tape, outer before inner; a recompute choice takes those it names."""
     spans = _spans(tape)
     layers = {path for path in spans if _is_layer(path)}
     found = []
-    for label in sorted(labels):
+    for label in sorted(RULES):
         for rule in RULES[label]:
             for layer in layers:
                 path = f"{layer}.{rule.module}"
@@ -88,20 +90,6 @@ def _is_layer(path: str) -> bool:
     """A layer of the decoder, of multi-token prediction, or the transformer layer in one of those."""
     listed = path.startswith(("decoder.layers.", "mtp.layers.")) and path.count(".") == _LAYER_DOTS
     return listed or path.endswith(".mtp_model_layer")
-
-
-def checkpoints(choice: Recompute, layers: int) -> list[tuple[int, bool]]:
-    """Full recompute's split of a block of layers: (number of layers, whether one checkpoint covers them), in order.
-
-    Source: `TransformerBlock._checkpointed_forward`: uniform chunks, or the first layers one by one. Without full
-    recompute every layer stands alone.
-    """
-    number = choice.recompute_num_layers or 1
-    if choice.recompute_granularity != "full":
-        return [(1, False)] * layers
-    if choice.recompute_method == "uniform":
-        return [(min(number, layers - start), True) for start in range(0, layers, number)]
-    return [(1, layer < number) for layer in range(layers)]
 
 
 def _spans(tape: Tape) -> dict[str, tuple[int, int]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from labkit.memory.tape import Op, Tape
+from labkit.memory.tape import Op
 from labkit.memory.units import Chunk
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
@@ -32,7 +32,7 @@ def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
     for unit in (unit for chunk in model for unit in chunk.units):
         for index in {index for region in unit.regions for index in range(region.first, region.last + 1)}:
             op = unit.tape.ops[index]
-            traffic = _traffic(op, unit.tape)
+            traffic = _traffic(op)
             flops += op.flops
             hbm += traffic
             communicated += op.communicated_bytes
@@ -45,10 +45,10 @@ def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
     return Replay(flops * times, hbm * times, communicated * times, seconds * times)
 
 
-def _traffic(op: Op, tape: Tape) -> int:
+def _traffic(op: Op) -> int:
     """Bytes read and written: inputs, outputs and weights once each; none where the outputs are views of the inputs."""
     if op.outputs and all(value.base is not None for value in op.outputs) and not op.aliases:
         return 0
     tensors = sum(value.bytes for value in (*op.inputs, *op.outputs))
-    weights = 0 if op.weight is None else tape.buffer("weight", op.weight).bytes * op.weights
+    weights = 0 if op.weight_gradient is None else op.weight_gradient.bytes * op.weights
     return tensors + weights

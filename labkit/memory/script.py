@@ -7,12 +7,12 @@ MLP, the head, or a run of whole layers that one checkpoint covers. Units of one
 """
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from labkit.ledger import Certainty
-from labkit.memory.tape import Parameter, Shape
+from labkit.memory.tape import Shape, Tape, Value
 
 OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE, LEAVE, TAKE = range(9)
 """What a step does.
@@ -35,8 +35,14 @@ OF_CHUNK = "chunk: "
 """Begins the keys of what every model chunk of the process allocates once (a module outside the layers)."""
 
 
-def once_key(key: str, chunk: int) -> str:
+DUMMY = "dummy weight gradient"
+"""Key of what the process allocates once for each shape."""
+
+
+def once_key(key: str, chunk: int, shape: Shape) -> str:
     """The key within the process of what a unit of model chunk number `chunk` allocates once."""
+    if key == DUMMY:
+        return f"{key} {shape}"
     return f"{chunk} {key}" if key.startswith(OF_CHUNK) else key
 
 
@@ -45,26 +51,34 @@ INPUT, GRADIENT_OUT = 0, 1
 
 
 class Slot(NamedTuple):
-    """A tensor of a unit's script. Bytes may be an array over the lengths of a sweep."""
+    """A tensor of a script."""
 
+    source: int
+    """Number of the tape's tensor whose sizes it has."""
     name: str
-    shape: Shape
-    dtype: str
-    bytes: int
-    module: str
-    kind: str
-    layer: int | None
-    """Counted from the unit's first layer."""
-    certainty: Certainty
     recompute: str | None
     """Label of the region in whose replay it is made."""
     entries: int = 0
     """For a cache: how many fit."""
+    constant: Value | None = None
+    """What it is where no tape has it: a library's workspace."""
+
+    def on(self, tape: Tape) -> Value:
+        """The tensor, as a tape has it."""
+        return self.constant or tape.tensors[self.source]
 
 
-@dataclass
+CacheUse = Literal["hit", "grow", "churn"]
+"""A module finds its entry; adds one; adds one and evicts the oldest."""
+Earlier = Literal["none", "running", "over"]
+"""How far an earlier micro-batch is whose tensors module attributes keep."""
+type Steps = Sequence[int]
+"""Slots as they are allocated, and `~slot` as they are freed."""
+
+
+@dataclass(eq=False)
 class Script:
-    """What one pass of a unit does; steps are (code, slot, key)."""
+    """What one pass of a unit does, for all tapes of one form; steps are (code, slot, key)."""
 
     slots: list[Slot]
     forward: list[tuple[int, int, str]] = field(default_factory=list)
@@ -77,7 +91,6 @@ class Script:
     """The unit behind holds the gradient it hands over, see `gradient_in_held`."""
     gradient_in_held: bool = False
     """A module attribute of this unit holds that gradient too: the unit before cannot overwrite it."""
-    parameters: list[Parameter] = field(default_factory=list)
 
     @cached_property
     def caches(self) -> list[tuple[str, int]]:
@@ -85,10 +98,10 @@ class Script:
         return [(key, self.slots[slot].entries) for code, slot, key in self.forward if code == CACHE]
 
     @cached_property
-    def once(self) -> dict[bool, frozenset[str]]:
-        """Keys of what a pass (False forward, True backward) allocates if the process has not yet."""
+    def once(self) -> dict[bool, dict[int, str]]:
+        """Slots of what a pass (False forward, True backward) allocates if the process has not yet, and their keys."""
         return {
-            backward: frozenset(key for code, _, key in steps if code == ONCE)
+            backward: {slot: key for code, slot, key in steps if code == ONCE}
             for backward, steps in ((False, self.forward), (True, self.backward))
         }
 
@@ -98,12 +111,17 @@ class Script:
 
         What a LET_GO in forward frees is the last micro-batch's. Found by going through two micro-batches.
         """
+        if not any(code in (HOLD, FOLLOW) for code, _, _ in (*self.forward, *self.backward)):
+            behind = GRADIENT_OUT if self.gradient_out_held else None
+            return {
+                backward: {at: [slot] for at, (code, slot, _) in enumerate(steps) if code == CLOSE and slot != behind}
+                for backward, steps in ((False, self.forward), (True, self.backward))
+            }
         held: dict[str, list[tuple[int, int]]] = {}
         holds: Counter[tuple[int, int]] = Counter()
         done: set[tuple[int, int]] = set()
         found: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
-        attributes = any(code in (HOLD, FOLLOW) for code, _, _ in (*self.forward, *self.backward))
-        for microbatch in range(2 if attributes else 1):
+        for microbatch in range(2):
             for backward, steps in ((False, self.forward), (True, self.backward)):
                 for position, (code, slot, key) in enumerate(steps):
                     tensor = microbatch, slot
@@ -111,7 +129,7 @@ class Script:
                         held.setdefault(key, []).append(tensor)
                         holds[tensor] += 1
                     elif code == CLOSE:
-                        kept = (attributes and holds[tensor]) or (self.gradient_out_held and slot == GRADIENT_OUT)
+                        kept = holds[tensor] or (self.gradient_out_held and slot == GRADIENT_OUT)
                         if kept:
                             done.add(tensor)
                         found[backward][position] = [] if kept else [slot]
@@ -123,6 +141,56 @@ class Script:
                 # The unit before is done with it.
                 done.add((microbatch, self.gradient_in))
         return found
+
+    @cached_property
+    def _steps(self) -> dict[object, Steps]:
+        return {}
+
+    def forward_steps(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Steps:
+        """What a forward pass does to memory; `opens`: slots of what the process allocates for the first time."""
+        key = earlier, cache, opens
+        if key not in self._steps:
+            self._steps[key] = list(self._forward_steps(earlier, cache, opens))
+        return self._steps[key]
+
+    def backward_steps(self, let_go: bool, opens: frozenset[int]) -> Steps:
+        """What a backward pass does; `let_go`: a later forward has taken the attributes that held its tensors."""
+        key = let_go, opens
+        if key not in self._steps:
+            self._steps[key] = list(self._backward_steps(let_go, opens))
+        return self._steps[key]
+
+    def _forward_steps(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Iterator[int]:
+        frees = self.frees[False]
+        for position, (code, slot, _) in enumerate(self.forward):
+            if code == OPEN or (code == ONCE and slot in opens):
+                yield slot
+            elif code == CLOSE or (code == LET_GO and earlier == "over"):
+                for freed in frees.get(position, ()):
+                    yield ~freed
+            elif code == LET_GO and earlier == "running":
+                # What its own forward is done with; the rest its backward still needs.
+                for freed in frees.get(position, ()):
+                    if freed in self.closed_in_forward:
+                        yield ~freed
+            elif code == CACHE and cache != "hit":
+                yield slot
+                if cache == "churn":
+                    yield ~slot
+
+    def _backward_steps(self, let_go: bool, opens: frozenset[int]) -> Iterator[int]:
+        frees = self.frees[True]
+        for position, (code, slot, _) in enumerate(self.backward):
+            if code == OPEN or (code == ONCE and slot in opens):
+                yield slot
+            elif code == TAKE:
+                yield ~slot
+            elif code == CLOSE and let_go:
+                if slot not in self.kept_behind:
+                    yield ~slot
+            elif code == CLOSE or (code == LET_GO and not let_go):
+                for freed in frees.get(position, ()):
+                    yield ~freed
 
     @cached_property
     def kept_by_caller(self) -> dict[bool, list[tuple[str, int]]]:

@@ -4,22 +4,51 @@ Sources: Megatron Core `distributed/param_and_grad_buffer.py`, `optimizer/param_
 `optimizer/distrib_optimizer.py`.
 """
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Protocol
 
-from labkit.ledger import rounded
-from labkit.memory.book import Book
+import numpy as np
+
+from labkit.ledger import Lifetime, rounded
 from labkit.memory.library import built_with
-from labkit.memory.optimizer import Shard, ShardedOptimizer
-from labkit.memory.tape import DTYPE_BYTES, Parameter
-from labkit.memory.tape import Buffer as Workspace
+from labkit.memory.optimizer import ShardedOptimizer
+from labkit.memory.tape import DTYPE_BYTES, Shape, Value
+from labkit.memory.weights import About, Act, Integers, Tensors, Weights
 from labkit.workload import Workload
 
 _PARAMETER_ALIGNMENT = 64
 """Elements; `pad_param_start`."""
 _BUCKET_ALIGNMENT = 128
 """Elements; `bucket_end_divisor`, with the data-parallel size."""
+
+
+class StateBook(Protocol):
+    """Whoever keeps the books of the static state: rows (`labkit.memory.book.Book`) or sums."""
+
+    def open(
+        self,
+        tensor: str,
+        shape: Shape,
+        dtype: str,
+        nbytes: int,
+        *,
+        module: str,
+        kind: str,
+        lifetime: Lifetime = ...,
+        count: int = ...,
+        stream: int = ...,
+    ) -> int:
+        """A new tensor, or `count` of `nbytes` together; returns its number."""
+
+    def close(self, number: int) -> None:
+        """The tensor is free from now on."""
+
+    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = ...) -> None:
+        """Do all the acts to one tensor after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,84 +59,93 @@ class Buffer:
     """Path of the attribute of `DistributedDataParallel` that holds it."""
     numel: int
     """With padding."""
-    parameters: tuple[Parameter, ...]
-    shards: tuple[Shard, ...]
-    """What of them the optimizer of this rank steps."""
+    parameters: Integers
+    """Numbers of its parameters, in the order Megatron registers them."""
+    stepped: Integers
+    """Numbers of those that the optimizer of this rank steps, in the order of its shards."""
+    shards: Integers
+    """Elements of each that it steps."""
 
 
-def buffers(parameters: Sequence[Parameter], workload: Workload, *, bucketed: bool = True) -> list[Buffer]:
+def buffers(weights: Weights, chunk: range, workload: Workload, *, bucketed: bool = True) -> list[Buffer]:
     """The DDP buffers of a model chunk on data-parallel rank 0, dense parameters apart from expert ones.
 
-    In Megatron's order. `bucketed`: the chunk is the first of the first pipeline stage, others reduce in one piece.
+    In Megatron's order. `chunk`: numbers of its parameters. `bucketed`: it is the first of the first pipeline stage,
+    others reduce in one piece.
     """
-    layout = workload.parallelism
-    found: dict[bool, list[Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.expert, []).append(parameter)
-    if not workload.training.data_parallel.use_distributed_optimizer:
-        return [_whole(_NAMES[expert], members) for expert, members in found.items()]
+    layout, ddp = workload.parallelism, workload.training.data_parallel
+    numbers = np.arange(chunk.start, chunk.stop)
+    numbers = numbers[weights.trainable[numbers]]
     ranks = layout.dp * layout.cp
     bucket_size = None
-    if bucketed and workload.training.data_parallel.overlap_grad_reduce:
+    if bucketed and ddp.overlap_grad_reduce:
         # `megatron.training.training.resolve_ddp_bucket_size`
         bucket_size = max(40_000_000, 1_000_000 * ranks)
-    return [
-        _sharded(_NAMES[expert], members, layout.edp if expert else ranks, bucket_size)
-        for expert, members in found.items()
-    ]
+    found = []
+    for expert in sorted((False, True), key=lambda each: each != weights.expert[numbers[:1]].any()):
+        members = numbers[weights.expert[numbers] == expert]
+        if not len(members):
+            continue
+        if ddp.use_distributed_optimizer:
+            found.append(_sharded(_NAMES[expert], weights, members, layout.edp if expert else ranks, bucket_size))
+        else:
+            # No padding (`_compute_default_per_buffer_param_layout`), whole parameters.
+            numel = weights.numel[members]
+            found.append(Buffer(_NAMES[expert], int(numel.sum()), members, members, numel))
+    return found
 
 
 _NAMES = {False: "buffers.0", True: "expert_parallel_buffers.0"}
 
 
-def _whole(name: str, parameters: Sequence[Parameter]) -> Buffer:
-    """Without a distributed optimizer: no padding (`_compute_default_per_buffer_param_layout`), whole parameters."""
-    shards = tuple(Shard(parameter, parameter.numel) for parameter in parameters)
-    return Buffer(name, sum(shard.numel for shard in shards), tuple(parameters), shards)
-
-
-def _sharded(name: str, parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> Buffer:
+def _sharded(name: str, weights: Weights, members: Integers, ranks: int, bucket_size: int | None) -> Buffer:
     """Lay parameters out in reverse order, padded, in buckets of about `bucket_size` elements.
 
     Source: `DistributedOptimizer._compute_per_buffer_param_layout`; rank 0 owns the first part of each bucket.
     """
     unit = lcm(ranks, _BUCKET_ALIGNMENT)
-    start = bucket_start = 0
-    shards: list[Shard] = []
-    members: list[tuple[Parameter, int]] = []
+    laid_out = members[::-1]
+    numel = weights.numel[laid_out]
+    # As if there were one bucket. Others begin at a multiple of `unit`, and so of the parameters' alignment.
+    aligned = _aligned(numel, _PARAMETER_ALIGNMENT)
+    begins = np.cumsum(aligned) - aligned
+    firsts = _first_of_buckets(begins, numel, bucket_size)
+    lasts = np.append(firsts[1:], len(numel)) - 1
+    lengths = _aligned(begins[lasts] + numel[lasts] - begins[firsts], unit)
+    counts = lasts - firsts + 1
+    begins = begins - np.repeat(begins[firsts], counts)
+    owned = np.minimum(begins + numel, np.repeat(lengths // ranks, counts)) - begins
+    return Buffer(name, int(lengths.sum()), members, laid_out[owned > 0], owned[owned > 0])
 
-    def finish(end: int) -> int:
-        bucket_end = -(-end // unit) * unit
-        owned_end = bucket_start + (bucket_end - bucket_start) // ranks
-        for parameter, begin in members:
-            owned = min(begin + parameter.numel, owned_end) - begin
-            if owned > 0:
-                shards.append(Shard(parameter, owned))
-        members.clear()
-        return bucket_end
 
-    for parameter in reversed(parameters):
-        start = -(-start // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT
-        members.append((parameter, start))
-        start += parameter.numel
-        if bucket_size is not None and start - bucket_start >= bucket_size:
-            start = bucket_start = finish(start)
-    if members:
-        start = finish(start)
-    return Buffer(name, start, tuple(parameters), tuple(shards))
+def _first_of_buckets(begins: Integers, numel: Integers, bucket_size: int | None) -> Integers:
+    """Positions of the first parameter of each bucket: one ends with the parameter that fills it."""
+    if bucket_size is None:
+        return np.zeros(1, dtype=np.int64)
+    # Arrays of their own: numpy's are slow one element at a time.
+    starts, ends = array("q", begins.tobytes()), array("q", (begins + numel).tobytes())
+    firsts, first = [], 0
+    while first < len(ends):
+        firsts.append(first)
+        first = bisect_left(ends, starts[first] + bucket_size, lo=first) + 1
+    return np.array(firsts, dtype=np.int64)
+
+
+def _aligned(numel: Integers, unit: int) -> Integers:
+    return -(-numel // unit) * unit
 
 
 class State:
     """Opens and closes the entries of one rank's static state."""
 
-    def __init__(self, chunks: Sequence[Sequence[Parameter]], workload: Workload, stage: int = 0) -> None:
-        """Of pipeline rank `stage`, whose model chunks have these parameters."""
+    def __init__(self, weights: Weights, chunks: Sequence[range], workload: Workload, stage: int = 0) -> None:
+        """Of pipeline rank `stage`, whose model chunks have these parameters, by number."""
         training = workload.training
-        self._parameters = [parameter for chunk in chunks for parameter in chunk]
+        self._weights = weights
         self._buffers = [
             buffer
             for index, chunk in enumerate(chunks)
-            for buffer in buffers([each for each in chunk if each.trainable], workload, bucketed=stage == index == 0)
+            for buffer in buffers(weights, chunk, workload, bucketed=stage == index == 0)
             if training.steps_optimizer
         ]
         self._megatron = training.runtime == "megatron"
@@ -116,42 +154,43 @@ class State:
         self._gathers = training.data_parallel.use_distributed_optimizer
         self._dtype = training.precision
         self._gradient_dtype = "fp32" if training.data_parallel.grad_reduce_in_fp32 else self._dtype
-        shards = [shard for buffer in self._buffers for shard in buffer.shards]
-        self._optimizer = ShardedOptimizer(shards, workload, self._gradient_dtype)
+        none = [np.arange(0)]
+        stepped = np.concatenate([*none, *(buffer.stepped for buffer in self._buffers)])
+        shards = np.concatenate([*none, *(buffer.shards for buffer in self._buffers)])
+        self._optimizer = ShardedOptimizer(weights, stepped, shards, workload, self._gradient_dtype)
 
-    def set_up(self, book: Book) -> None:
+    def set_up(self, book: StateBook) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
-        moving = {parameter for buffer in self._buffers if self._gathers for parameter in buffer.parameters}
-        built = {}
-        for parameter in self._parameters:
-            built[parameter] = self._open_parameter(book, parameter, parameter in moving)
-            for key, workspace in built_with(parameter) if self._megatron else ():
-                if key not in self.workspaces:
+        weights, built = self._weights, 0
+        builds = Act("open", "parameter", self._dtype)
+        for number, parameter in enumerate(weights if self._megatron else ()):
+            if found := built_with(parameter):
+                # Later ones find it there.
+                built = number + 1
+                book.each(self._parameters(np.arange(built)), [builds])
+                for key, workspace in found:
                     self.workspaces.add(key)
                     self._open_workspace(book, workspace)
+                break
+        book.each(self._parameters(np.arange(built, len(weights.numel))), [builds])
         for buffer in self._buffers:
             if self._gathers:
                 self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
             self._open_buffer(book, buffer, "grad_data", self._gradient_dtype, "gradients")
             if self._gathers:
-                for parameter in reversed(buffer.parameters):
-                    book.close(built[parameter])
+                book.each(self._parameters(buffer.parameters), [builds._replace(verb="close")], last_first=True)
         self._optimizer.set_up(book)
 
-    def _open_parameter(self, book: Book, parameter: Parameter, moves: bool) -> int:
-        module, _, name = parameter.name.rpartition(".")
-        return book.open(
-            name,
-            parameter.shape,
-            self._dtype,
-            rounded(parameter.numel * DTYPE_BYTES[self._dtype]),
-            module=module,
-            kind="parameters",
-            layer=parameter.layer,
-            lifetime="transient" if moves else "state",
-        )
+    def _parameters(self, numbers: Integers) -> Tensors:
+        return Tensors(self._weights.numel[numbers], numbers, self._about)
 
-    def _open_workspace(self, book: Book, workspace: Workspace) -> None:
+    def _about(self, number: int, numel: int, act: Act) -> About:  # noqa: ARG002
+        parameter = self._weights.parameters[number]
+        module, _, name = parameter.name.rpartition(".")
+        moves = self._gathers and bool(self._buffers) and parameter.trainable
+        return About(name, parameter.shape, module, "parameters", parameter.layer, "transient" if moves else "state")
+
+    def _open_workspace(self, book: StateBook, workspace: Value) -> None:
         book.open(
             workspace.name,
             workspace.shape,
@@ -162,21 +201,22 @@ class State:
             lifetime="workspace",
         )
 
-    def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
+    def _open_buffer(self, book: StateBook, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
         # `megatron.training.get_model` wraps the model on a stream of its own.
         book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state", stream=1)
 
-    def zero_gradients(self, book: Book) -> None:
+    def zero_gradients(self, book: StateBook) -> None:
         """Start of a step."""
         self._optimizer.zero_gradients(book)
 
-    def sync_gradients(self, book: Book) -> None:
+    def sync_gradients(self, book: StateBook) -> None:
         """After backward, gradients of replicated parameters are concatenated and summed over tensor-parallel ranks.
 
         Source: `finalize_model_grads._allreduce_non_tensor_model_parallel_grads`.
         """
-        numel = sum(each.numel for each in self._parameters if each.replicated and each.trainable)
+        weights = self._weights
+        numel = int(weights.numel[weights.replicated & weights.trainable].sum())
         if numel:
             nbytes = rounded(numel * DTYPE_BYTES[self._gradient_dtype])
             book.close(
@@ -185,6 +225,6 @@ class State:
                 )
             )
 
-    def step(self, book: Book) -> None:
+    def step(self, book: StateBook) -> None:
         """The optimizer's step."""
         self._optimizer.step(book)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from labkit.errors import InputError
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.meter import NOTHING, Change, Pool, Steps
+from labkit.memory.meter import NOTHING, Change, Pool
 from labkit.memory.outline import block, outline, outline_of, tensor
-from labkit.memory.script import Script
-from labkit.memory.units import Recorder
+from labkit.memory.script import Steps
+from labkit.memory.units import Recorder, Unit
 from labkit.workload import Batch, Parallelism, Recompute, Workload
 from labkit.workload.kernels import length_choices
 from labkit.workload.routing import FINEST_SHARE
@@ -196,17 +196,17 @@ class _Arrays:
         self.size: Callable[[Any], Any] = size
         self._count = count
 
-    def sizes(self, script: Script) -> NDArray[np.int64]:
-        """One row a slot."""
-        table: NDArray[np.int64] = self.size(_table([slot.bytes for slot in script.slots], self._count))
-        return table
+    def sizes(self, unit: Unit) -> NDArray[np.int64]:
+        """One row a slot, and the negative ones in reverse."""
+        sizes = [slot.on(unit.tape).bytes for slot in unit.script.slots]
+        table: NDArray[np.int64] = self.size(_table(sizes, self._count))
+        return np.concatenate([table, -table[::-1]])
 
     def total(self, sizes: NDArray[np.int64], steps: Steps) -> Change:
         """See `Numbers`."""
         if not steps:
             return NOTHING
-        slots, signs = np.array(steps, dtype=np.int64).T
-        levels = np.cumsum(sizes[slots] * signs[:, None], axis=0)
+        levels = np.cumsum(sizes[np.asarray(steps)], axis=0)
         return Change(np.maximum(levels.max(axis=0), 0), levels[-1])
 
 

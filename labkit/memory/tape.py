@@ -5,8 +5,7 @@ tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses re
 `labkit.memory.player` plays it forward and backward to find what is alive when.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -43,6 +42,8 @@ class Value:
     """Index of the operation it is an output of."""
     last_use: int = -1
     """Index of the last forward operation that needs its storage (set by uses and holds)."""
+    number: int = -1
+    """Its position among the tape's tensors; -1 if it is on no tape (a library's workspace)."""
 
     @property
     def is_weight(self) -> bool:
@@ -60,6 +61,10 @@ class Value:
         # In a sweep bytes are arrays: views are parts at every length or at none.
         smaller: Any = self.bytes != self.storage.bytes
         return smaller if isinstance(smaller, bool) else bool(smaller.all())
+
+
+NOTHING = Value("", (), "uint8", "", None, "", 0, differentiable=False, certainty="exact")
+"""A tensor of no bytes."""
 
 
 class Buffer(NamedTuple):
@@ -99,8 +104,8 @@ class Op:
     outputs: tuple[Value, ...]
     saves: tuple[Value, ...]
     """Inputs and outputs kept until its backward is done."""
-    temporaries: tuple[Buffer, ...]
-    backward_temporaries: tuple[Buffer | Free, ...]
+    temporaries: tuple[Value, ...]
+    backward_temporaries: tuple[Value | Free, ...]
     aliases: bool
     """Backward hands its output's gradient on as the inputs' gradient: no new tensor."""
     gradient_in: Value | None
@@ -109,6 +114,8 @@ class Op:
     """Shape of the weight whose gradient its backward makes."""
     weights: int
     """Number of such weights: local experts of a grouped GEMM."""
+    weight_gradient: Value | None
+    """The gradient of one."""
     library: Library | None
     flops: int
     communicated_bytes: int
@@ -118,7 +125,7 @@ class Op:
     """What its autograd node has as Python attributes: kept as long as what `persists`, which leads to the node."""
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
-    once: Buffer | None
+    once: Value | None
     """What the process allocates when such an operation first runs, and keeps; known by its name."""
     keeps: tuple[Value, ...]
     """Tensors that the caller of the model keeps until backward is done."""
@@ -165,6 +172,8 @@ class Tape:
     """Only parameters declared trainable have gradients."""
     ops: list[Op] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
+    tensors: list[Value] = field(default_factory=list)
+    """All that its operations make, temporaries too."""
     entry: Value | None = None
     """The residual stream the unit reads; None: it begins with the batch."""
     exit: Value | None = None
@@ -185,19 +194,24 @@ class Tape:
     """Dotted path of the current Megatron module."""
     _layer: int | None = None
     _kind: str = ""
+    _form: list[tuple[object, ...]] = field(default_factory=list)
+    _weight_shapes: dict[Shape, int] = field(default_factory=dict)
+    """The first operation with a weight of this shape."""
 
-    @contextmanager
-    def module(self, name: str, kind: str | None = None, layer: int | None = None) -> Iterator[None]:
+    def module(self, name: str, kind: str | None = None, layer: int | None = None) -> "_Within":
         """Everything recorded inside belongs to the submodule `name` (and, if given, to a kind and a layer)."""
-        before = self.path, self.module_path, self._kind, self._layer
+        within = _Within(self, self.path, self.module_path, self._kind, self._layer)
         if name:
             self.path = f"{self.path}.{name}" if self.path else name
             if not name.startswith("@"):
                 self.module_path = f"{self.module_path}.{name}" if self.module_path else name
         self._kind = kind or self._kind
         self._layer = self._layer if layer is None else layer
-        yield
-        self.path, self.module_path, self._kind, self._layer = before
+        return within
+
+    def leave(self, path: str, module_path: str, kind: str, layer: int | None) -> None:
+        """Go back to a context."""
+        self.path, self.module_path, self._kind, self._layer = path, module_path, kind, layer
 
     def parameter(
         self,
@@ -226,12 +240,17 @@ class Tape:
         kind = dtype or self.dtype
         nbytes = rounded(prod(shape) * DTYPE_BYTES[kind])
         certainty = self.routed if routed else "exact"
-        return Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, certainty)
+        value = Value(name, shape, kind, self.module_path, self._layer, self._kind, nbytes, grad, certainty)
+        value.number = len(self.tensors)
+        self.tensors.append(value)
+        self._form.append((name, grad))
+        return value
 
     def weight(self, name: str, shape: Shape) -> Value:
         """A weight as an operation's input: its memory is the rank's state, its gradient the pass's."""
         value = self.value(name, shape)
         value.base = value
+        self._form.append((value.number,))
         return value
 
     def like(self, other: Value, name: str, shape: Shape) -> Value:
@@ -242,6 +261,7 @@ class Tape:
         """A part of `base` that shares its storage but has a gradient of its own."""
         view = self.value(name, shape, base.dtype, grad=base.differentiable)
         view.base = base.storage
+        self._form.append((view.number, view.base.number))
         return view
 
     def buffer(self, name: str, shape: Shape, dtype: str | None = None) -> Buffer:
@@ -276,33 +296,68 @@ class Tape:
         for value in outputs:
             value.made = index
         for value in (*inputs, *outputs):
-            value.storage.last_use = max(value.storage.last_use, index)
-        self.ops.append(
-            Op(
+            value.storage.last_use = index
+        op = Op(
+            name,
+            self.path,
+            self.module_path,
+            self._layer,
+            self._kind,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(saves),
+            tuple([self._scratch(buffer) for buffer in temporaries]),
+            tuple([each if isinstance(each, Free) else self._scratch(each) for each in backward_temporaries]),
+            aliases,
+            gradient_in,
+            weight,
+            weights,
+            None if weight is None else self._scratch(self.buffer("weight gradient", weight)),
+            library,
+            flops,
+            communicated_bytes,
+            tuple(persists),
+            tuple(node_keeps),
+            caches,
+            None if once is None else self._once(once),
+            tuple(keeps),
+            keeps_gradient,
+        )
+        self.ops.append(op)
+        self._form.append(
+            (
                 name,
                 self.path,
-                self.module_path,
                 self._layer,
                 self._kind,
-                tuple(inputs),
-                tuple(outputs),
-                tuple(saves),
-                tuple(temporaries),
-                tuple(backward_temporaries),
                 aliases,
-                gradient_in,
-                weight,
                 weights,
                 library,
-                flops,
-                communicated_bytes,
-                tuple(persists),
-                tuple(node_keeps),
                 caches,
-                once,
-                tuple(keeps),
+                once is None,
                 keeps_gradient,
+                None if weight is None else self._weight_shapes.setdefault(weight, index),
+                None if gradient_in is None else gradient_in.number,
+                tuple([each.name if isinstance(each, Free) else each.number for each in op.backward_temporaries]),
+                _numbers(inputs, outputs, saves, op.temporaries, persists, node_keeps, keeps),
             )
+        )
+
+    def _scratch(self, buffer: Buffer) -> Value:
+        return self.value(buffer.name, buffer.shape, buffer.dtype, grad=False)
+
+    def _once(self, buffer: Buffer) -> Value:
+        value = self._scratch(buffer)
+        value.module, value.layer = buffer.name, None  # the process's, not the module's
+        return value
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All of it but sizes, dtypes and certainties: tapes of one form play alike."""
+        return (
+            *self._form,
+            *(None if end is None else end.number for end in (self.entry, self.exit, self.leaves, self.takes)),
+            *self.backward_at.items(),
         )
 
     def backward_order(self) -> list[int]:
@@ -312,4 +367,26 @@ class Tape:
     def hold(self, values: Iterable[Value]) -> None:
         """Python variables keep `values` alive until the last operation recorded so far has run."""
         for value in values:
-            value.storage.last_use = max(value.storage.last_use, len(self.ops) - 1)
+            value.storage.last_use = len(self.ops) - 1
+            self._form.append((value.number, len(self.ops)))
+
+
+class _Within:
+    """Leaves a module again (see `Tape.module`)."""
+
+    __slots__ = ("_before", "_tape")
+
+    def __init__(self, tape: Tape, *before: *tuple[str, str, str, int | None]) -> None:
+        self._tape = tape
+        self._before = before
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._tape.leave(*self._before)
+
+
+def _numbers(*groups: Iterable[Value]) -> tuple[int, ...]:
+    """The numbers of groups of values, each ended by -1."""
+    return tuple([value.number for group in groups for value in (*group, NOTHING)])

@@ -1,9 +1,10 @@
 """A rank's model as units in order: each a script, shared by all units of its kind, and the layer it begins at."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from labkit.memory.layers.decoder import (
@@ -18,10 +19,11 @@ from labkit.memory.layers.decoder import (
 )
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
-from labkit.memory.recompute import RULES, Region, checkpoints, regions
+from labkit.memory.recompute import Region, regions, whole
 from labkit.memory.script import Script
 from labkit.memory.stages import stage_layers
-from labkit.memory.tape import Parameter, Tape
+from labkit.memory.tape import Tape
+from labkit.memory.weights import RunWeights, Weights
 from labkit.workload import Recompute, Workload
 from labkit.workload.routing import busiest_share
 
@@ -36,22 +38,59 @@ class Unit(NamedTuple):
     """Decoder layer that its layer 0 is."""
 
 
+class Run(NamedTuple):
+    """Equal layers in a row, or a unit outside the layers."""
+
+    units: tuple[Unit, ...]
+    """Of the first."""
+    times: int
+    layers: int
+    """Decoder layers of each."""
+
+
 _LONGEST_STRETCH = 16
-"""Units looked at for repetition: layer patterns are shorter."""
+"""Runs looked at for repetition: layer patterns are shorter."""
 
 
 class Chunk:
-    """One model chunk: its units in forward order."""
+    """One model chunk: its runs in forward order."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self.units = tuple(units)
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self.runs = tuple(runs)
+
+    @property
+    def ends(self) -> tuple[Unit, ...]:
+        """Its first unit and, if there are several, its last (or one like it)."""
+        first, last = self.runs[0].units[0], self.runs[-1].units[-1]
+        return (first,) if first is last else (first, last)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All of them."""
+        return tuple(
+            unit._replace(first_layer=unit.first_layer + layer) if layer else unit
+            for run in self.runs
+            for layer in range(0, run.times * (run.layers or 1), run.layers or 1)
+            for unit in run.units
+        )
 
     @cached_property
     def stretches(self) -> list[tuple[tuple[Unit, ...], int]]:
-        """Repeated stretches, in order: (units, times). Units of one script count as equal."""
-        numbers: dict[int, int] = {}
-        kinds = tuple([numbers.setdefault(id(unit.script), len(numbers)) for unit in self.units])
-        return [(self.units[start : start + length], times) for start, length, times in _repetitions(kinds)]
+        """Repeated stretches, in order: (units, times). Units of one tape and one script count as equal."""
+        numbers: dict[tuple[int, ...], int] = {}
+        keys = [
+            (run.times, *(part for unit in run.units for part in (id(unit.tape), id(unit.script)))) for run in self.runs
+        ]
+        kinds = tuple([numbers.setdefault(key, len(numbers)) for key in keys])
+        found = []
+        for start, length, times in _repetitions(kinds):
+            if length == 1:
+                run = self.runs[start]
+                found.append((run.units, run.times * times))
+            else:
+                runs = self.runs[start : start + length]
+                found.append((tuple(unit for run in runs for unit in run.units * run.times), times))
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -103,11 +142,14 @@ class Recorder:
         """`sizes` may be those of many lengths (`Sizes.over`); then so are the bytes of the scripts."""
         self._workload = workload
         self._sizes = sizes
+        routing = workload.routing
+        self._by_layer = routing is not None and len(routing.rows_per_expert or ()) > 1
         self._shares: dict[int | None, Fraction] = {}
         self._tapes: dict[object, Tape] = {}
-        self._labels: dict[int, frozenset[str]] = {}
-        """Labels that make regions of a tape."""
-        self._scripts: dict[tuple[int, frozenset[str], bool, bool], tuple[Script, tuple[Region, ...]]] = {}
+        training = workload.training
+        self._fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
+        self._differentiates = training.differentiates
+        self._plays: dict[int, _Plays] = {}
 
     def chunks(self, recompute: Recompute, stage: int) -> list[Chunk]:
         """The model chunks of a pipeline rank under a recompute choice."""
@@ -121,42 +163,80 @@ class Recorder:
     def _chunk(self, recompute: Recompute, layers: range, *, front: bool, back: bool) -> Chunk:
         received = record_received_by_last if back and self._workload.model.mtp_num_layers else record_received
         begin, end = record_front if front else received, record_back if back else record_sent
-        plan: list[tuple[Tape, bool, int]] = [(self._once(begin), False, 0)]
-        first, labels = layers.start, recompute.modules
+        labels = recompute.modules
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             labels = frozenset(("full",))
-        for count, checkpointed in checkpoints(recompute, len(layers)):
-            plan += [(tape, checkpointed, first) for tape in self._stretch(first, count, together=checkpointed)]
-            first += count
-        plan.append((self._once(end), False, 0))
-        units: list[Unit] = []
+        plan = [
+            _Plan([self._once(begin)], False, 0, 1, 0),
+            *self._plan(recompute, layers),
+            _Plan([self._once(end)], False, 0, 1, 0),
+        ]
+        runs: list[Run] = []
         held = False
-        for tape, checkpointed, first in reversed(plan):
-            script, found = self._play(tape, labels, checkpointed=checkpointed, gradient_held=held)
-            held = script.gradient_in_held
-            units.append(Unit(script, tape, found, first))
-        return Chunk(reversed(units))
+        for tapes, checkpointed, first, times, count in reversed(plan):
+            # From the back: the gradient that a unit gets may be held by the one behind it.
+            left = times
+            while left:
+                before, units = held, []
+                for tape in reversed(tapes):
+                    script, found = self._play(tape, labels, checkpointed=checkpointed, gradient_held=held)
+                    held = script.gradient_in_held
+                    units.append(Unit(script, tape, found, first))
+                alike = left if held == before else 1
+                left -= alike
+                here = first + left * count
+                runs.append(Run(tuple(unit._replace(first_layer=here) for unit in reversed(units)), alike, count))
+        return Chunk(reversed(runs))
+
+    def _plan(self, recompute: Recompute, layers: range) -> Iterator["_Plan"]:
+        """Runs of layers that are recorded alike and checkpointed alike.
+
+        Source: `TransformerBlock._checkpointed_forward`: full recompute by the uniform method puts one checkpoint
+        around so many layers each, by the block method around each of the first ones.
+        """
+        number = 0 if recompute.recompute_granularity != "full" else recompute.recompute_num_layers or 1
+        if number and recompute.recompute_method == "uniform":
+            counts = [min(number, layers.stop - first) for first in layers[::number]]
+            tapes = [self._together(first, count) for first, count in zip(layers[::number], counts, strict=True)]
+            for position, alike in _alike([id(tape) for tape in tapes]):
+                yield _Plan([tapes[position]], True, layers[position * number], alike, counts[position])
+            return
+        for part, checkpointed in ((layers[:number], True), (layers[number:], False)):
+            for position, alike in _alike([self._kind(layer) for layer in part]):
+                first = part[position]
+                tapes = [self._together(first, 1)] if checkpointed else self._halves(first)
+                yield _Plan(tapes, checkpointed, first, alike, 1)
 
     def _once(self, record: Callable[[Workload, Sizes], Tape]) -> Tape:
         if record not in self._tapes:
             self._tapes[record] = record(self._workload, self._sizes)
         return self._tapes[record]
 
-    def _stretch(self, first: int, count: int, *, together: bool) -> list[Tape]:
-        """Tapes of layers from `first` on: one of all of them, or one of each half."""
+    def _halves(self, layer: int) -> list[Tape]:
+        """Tapes of the halves of a layer that stands alone."""
+        return [self._layers((place,)) for place in self._places(layer, 1)]
+
+    def _together(self, first: int, count: int) -> Tape:
+        """One tape of layers from `first` on."""
+        return self._layers(tuple(self._places(first, count)))
+
+    def _places(self, first: int, count: int) -> list[Place]:
         kinds = self._workload.model.layers[first : first + count]
-        places = [
+        return [
             Place(layer, half, self._share(first + layer) if half == "moe" else None)
             for layer, kind in enumerate(kinds)
             for half in kind
             if half is not None
         ]
-        return [self._layers(tuple(places))] if together else [self._layers((place,)) for place in places]
+
+    def _kind(self, layer: int) -> Hashable:
+        """Equal for layers that hold the same bytes: a histogram for each layer tells them apart."""
+        kind = self._workload.model.layers[layer]
+        return (kind, layer) if self._by_layer else kind
 
     def _share(self, layer: int) -> Fraction:
-        """The busiest rank's part of a layer's rows; only a histogram for each layer tells layers apart."""
-        routing = self._workload.routing
-        key = layer if routing is not None and len(routing.rows_per_expert or ()) > 1 else None
+        """The busiest rank's part of a layer's rows."""
+        key = layer if self._by_layer else None
         if key not in self._shares:
             self._shares[key] = busiest_share(self._workload, layer)
         return self._shares[key]
@@ -169,22 +249,68 @@ class Recorder:
     def _play(
         self, tape: Tape, labels: frozenset[str], *, checkpointed: bool, gradient_held: bool
     ) -> tuple[Script, tuple[Region, ...]]:
-        if id(tape) not in self._labels:
-            self._labels[id(tape)] = frozenset(region.label for region in regions(tape, RULES))
-        key = id(tape), labels & self._labels[id(tape)], checkpointed, gradient_held
-        if key not in self._scripts:
-            found = regions(tape, labels, checkpointed=checkpointed)
-            training = self._workload.training
-            fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
+        if id(tape) not in self._plays:
+            self._plays[id(tape)] = _plays(_Form(tape.form, tape))
+        plays = self._plays[id(tape)]
+        chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
+        key = chosen, self._fused, gradient_held, self._differentiates
+        if key not in plays.scripts:
+            possible = plays.regions
+            found = [whole(tape)] if checkpointed else [region for region in possible if region.label in chosen]
             script = play(
                 tape,
                 found,
-                fused_weight_gradients=fused,
+                fused_weight_gradients=self._fused,
                 gradient_held=gradient_held,
-                differentiates=training.differentiates,
+                differentiates=self._differentiates,
             )
-            self._scripts[key] = script, tuple(found)
-        return self._scripts[key]
+            plays.scripts[key] = script, tuple(found)
+        return plays.scripts[key]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What decides how a tape plays, and a tape of it."""
+
+    form: tuple[object, ...]
+    tape: Tape = field(compare=False)
+
+
+class _Plays:
+    """How tapes of one form play."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.regions = regions(tape)
+        """All that labels could make of them."""
+        self.labels = frozenset(region.label for region in self.regions)
+        self.scripts: dict[tuple[frozenset[str], bool, bool, bool], tuple[Script, tuple[Region, ...]]] = {}
+
+
+@lru_cache(maxsize=512)
+def _plays(form: _Form) -> _Plays:
+    return _Plays(form.tape)
+
+
+class _Plan(NamedTuple):
+    """Layers to play, or a unit outside the layers."""
+
+    tapes: list[Tape]
+    """Of each."""
+    checkpointed: bool
+    first: int
+    """Decoder layer that the first begins at."""
+    times: int
+    layers: int
+    """Decoder layers of each."""
+
+
+def _alike(kinds: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
+    """(position, how many) of equal kinds in a row."""
+    position = 0
+    for _, group in groupby(kinds):
+        count = sum(1 for _ in group)
+        yield position, count
+        position += count
 
 
 def loss_chunk(workload: Workload) -> Chunk | None:
@@ -200,9 +326,21 @@ def _loss_chunk(key: _Recorded) -> Chunk:
     workload = key.workload
     tape = record_loss(workload, Sizes.of(workload))
     script = play(tape, [], fused_weight_gradients=False, differentiates=workload.training.differentiates)
-    return Chunk([Unit(script, tape, (), 0)])
+    return Chunk([Run((Unit(script, tape, (), 0),), 1, 0)])
 
 
-def parameters(chunk: Chunk) -> list[Parameter]:
-    """All weights of a model chunk, in the order Megatron registers them."""
-    return [parameter.at_layer(unit.first_layer) for unit in chunk.units for parameter in unit.script.parameters]
+def weights(model: Sequence[Chunk]) -> tuple[Weights, list[range]]:
+    """All weights of a rank's model chunks, and the numbers of those of each chunk."""
+    found: list[range] = []
+    runs: list[RunWeights] = []
+    begin = 0
+    for chunk in model:
+        of_chunk = [
+            RunWeights([unit.tape.parameters for unit in run.units], run.units[0].first_layer, run.times, run.layers)
+            for run in chunk.runs
+        ]
+        end = begin + sum(run.times * sum(map(len, run.parameters)) for run in of_chunk)
+        found.append(range(begin, end))
+        runs += of_chunk
+        begin = end
+    return Weights(runs), found

@@ -72,9 +72,11 @@ class Writer:
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         """Variables of the schedule keep a tensor at an end of the chunk."""
         unit = chunk.units[0]
-        slot = unit.script.slots[unit.script.output or 0]
+        value = unit.script.slots[unit.script.output or 0].on(unit.tape)
         name = tensor.kind.replace(" ", "_")
-        self._kept[tensor] = self._open(unit, slot._replace(name=name, module="pipeline", kind="pipeline", layer=None))
+        self._kept[tensor] = self._book.open(
+            name, value.shape, value.dtype, value.bytes, module="pipeline", kind="pipeline"
+        )
 
     def free(self, tensor: Boundary) -> None:
         """They let go of it."""
@@ -127,9 +129,8 @@ class Writer:
             elif code == LET_GO:
                 for number in self._held.pop(self._holder(at, key), ()):
                     self._let_go(number)
-            elif code == ONCE and once_key(key, at[0]) not in self._once:
-                self._once.add(once_key(key, at[0]))
-                self._open(unit, slots[slot], library=True)
+            elif code == ONCE:
+                self._open_once(unit, slots[slot], once_key(key, at[0], slots[slot].on(unit.tape).shape))
             elif code == CACHE:
                 self._cache(unit, slots[slot], key)
             elif code in (LEAVE, TAKE):
@@ -165,24 +166,30 @@ class Writer:
 
     def _cache(self, unit: Unit, slot: Slot, key: str) -> None:
         cache = self._caches.setdefault(key, {})
-        module = self._module(unit, slot.module)
+        module = self._module(unit, slot.on(unit.tape).module)
         if module in cache:
             return
         cache[module] = self._open(unit, slot, library=True)
         if len(cache) > slot.entries:
             self._book.close(cache.pop(next(iter(cache))))
 
+    def _open_once(self, unit: Unit, slot: Slot, key: str) -> None:
+        if key not in self._once:
+            self._once.add(key)
+            self._open(unit, slot, library=True)
+
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:
+        value = slot.on(unit.tape)
         return self._book.open(
             slot.name,
-            slot.shape,
-            slot.dtype,
-            slot.bytes,
-            module=self._module(unit, slot.module),
-            kind="library" if library else slot.kind,
-            layer=None if slot.layer is None else slot.layer + unit.first_layer,
+            value.shape,
+            value.dtype,
+            value.bytes,
+            module=self._module(unit, value.module),
+            kind="library" if library else value.kind,
+            layer=None if value.layer is None else value.layer + unit.first_layer,
             lifetime="workspace" if library else "transient",
-            certainty=slot.certainty,
+            certainty=value.certainty,
             recompute=slot.recompute,
         )
 

@@ -12,7 +12,7 @@ from labkit.study.decision import Limit
 from labkit.study.matrix import Candidate, Matrix
 from labkit.study.results import CandidateResult, Results
 from labkit.study.status import CellStatus
-from labkit.summary import CATEGORIES, Result
+from labkit.summary import CATEGORIES, Result, Written
 from labkit.workload import Workload
 from tests.study.builder import ledger, measured, small
 
@@ -43,7 +43,7 @@ def candidate(*labels: str, control: bool = False, saved: int | None = 0, peak: 
     if saved is None:
         made = made.model_copy(update={"outcome": "failed", "failure": Failure(phase="forward", message="killed")})
     else:
-        traced = Traced(workload, ledger(saved), rank=0, peak_reserved_bytes=40 * MB)
+        traced = Traced(workload, 0, lambda: Written(ledger(saved), 40 * MB))
     label = workload.recompute.label
     status = CellStatus(candidate=label, is_control=control, driver="trace", state="done", detail="", file="")
     return CandidateResult(

@@ -6,7 +6,7 @@ import threading
 from labkit.drivers.contract import Measurement
 from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger
-from labkit.summary import Result
+from labkit.summary import Result, Written
 from labkit.workload import Workload
 
 
@@ -27,7 +27,7 @@ class Trace(Result):
         peak_reserved_bytes: int | None,
         measurement: Measurement,
     ) -> None:
-        super().__init__(workload, ledger, rank=rank, peak_reserved_bytes=peak_reserved_bytes)
+        super().__init__(workload, rank, lambda: Written(ledger, peak_reserved_bytes))
         self.measurement = measurement
         """The contract's record of the same run."""
 

@@ -1,0 +1,52 @@
+"""Tapes of one form share a script: it must be the one that each of them would play by itself."""
+
+from collections.abc import Iterator
+
+from labkit.memory.player import play
+from labkit.memory.script import Script
+from labkit.memory.units import Unit, chunks
+from labkit.workload import Workload
+from tests.memory.grid import NAMES, workload
+
+
+def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
+    """Over the whole grid in one process, each workload also at another length and half as wide in tensor ranks."""
+    seen: set[int] = set()
+    shared = units = 0
+    for case in (each for name in NAMES for each in _near(workload(name))):
+        training = case.training
+        fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
+        for unit in {id(unit.tape): unit for unit in _units(case)}.values():
+            own = play(
+                unit.tape,
+                list(unit.regions),
+                fused_weight_gradients=fused,
+                gradient_held=unit.script.gradient_out_held,
+                differentiates=training.differentiates,
+            )
+            assert _content(unit.script) == _content(own), case
+            units += 1
+            shared += id(unit.script) in seen
+            seen.add(id(unit.script))
+    assert shared > units / 4
+
+
+def _near(case: Workload) -> Iterator[Workload]:
+    yield case
+    batch = case.batch.model_copy(update={"seq_length": case.batch.seq_length * 2})
+    wider = case.parallelism.model_copy(
+        update={"tensor_model_parallel_size": case.parallelism.tp * 2, "world_size": case.parallelism.world_size * 2}
+    )
+    for change in ({"batch": batch}, {"parallelism": wider}):
+        near = case.model_copy(update=change)
+        if not any(finding.severity == "error" for finding in near.findings):
+            yield near
+
+
+def _units(case: Workload) -> list[Unit]:
+    return [unit for stage in range(case.parallelism.pp) for chunk in chunks(case, stage) for unit in chunk.units]
+
+
+def _content(script: Script) -> tuple[object, ...]:
+    ends = script.output, script.gradient_in, script.gradient_out_held, script.gradient_in_held
+    return script.slots, script.forward, script.backward, ends
