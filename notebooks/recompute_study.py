@@ -54,7 +54,7 @@ prose.failures(results.cells)
 # ## What was asked
 
 # %%
-tables.asked(question.matrix.control.workload.model_dump(mode="json"))
+tables.asked(question.matrix.control.workload.model_dump(mode="json", exclude_unset=True))
 
 # %% [markdown]
 # What the control leaves open of the fields that decide memory is estimated at its default; other values would move the

@@ -135,13 +135,14 @@ def accuracy(cells: pl.DataFrame) -> GT:
 
 
 def asked(workload: Mapping[str, Any]) -> GT:
-    """What the control is: the fields that differ from their defaults, in Megatron's names.
+    """What the control states, in Megatron's names; what it leaves to defaults is not repeated.
 
     Args:
-        workload: the control's workload as plain data: a mapping of fields for each part, None for one left out.
+        workload: the stated fields of the control's workload as plain data: a mapping of fields for each part.
     """
-    parts = {part: ", ".join(_fields(values)) for part, values in workload.items() if values is not None}
-    shown = pl.DataFrame({"part": list(parts), "fields": list(parts.values())})
+    parts = {part: ", ".join(_fields(values or {})) for part, values in workload.items()}
+    stated = {part: fields for part, fields in parts.items() if fields}
+    shown = pl.DataFrame({"part": list(stated), "fields": list(stated.values())})
     return (
         _table(shown, "asked")
         .cols_label(part="Part", fields="Control")
@@ -158,7 +159,8 @@ def _fields(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _runs(values: list[Any]) -> str:

@@ -7,7 +7,6 @@ reader's.
 
 from typing import Any, Literal, NamedTuple
 
-from labkit.summary import CATEGORIES
 
 Mode = Literal["light", "dark"]
 
@@ -67,12 +66,12 @@ _CATEGORY_COLOURS = {
     "optimizer step": "#5f6771",
     "workspaces": "#adb4bc",
     "allocator remainders": "#d3d8dd",
-    "above the estimate": "#5d3a9b",
     PUBLISHED_TOTAL: "#c3c9d0",
+    "above the estimate": "#5d3a9b",
 }
 
-STACK = (*CATEGORIES, PUBLISHED_TOTAL)
-"""Everything a bar can be made of, from the bottom up."""
+STACK = tuple(_CATEGORY_COLOURS)
+"""Everything a bar can be made of, from the bottom up: the categories, and before the rarest what was published."""
 
 
 def category_number(category: str) -> int:

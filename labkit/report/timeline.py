@@ -14,6 +14,8 @@ from labkit.workload.gpu import GIB, MIB
 _CHOSEN = "datum.candidate === timeline_candidate"
 _X_TITLE = "through the step, in order of allocations"
 _Y_TITLE = "allocated (GiB)"
+_WHOLE_SENTENCE = 350
+"""Pixels that the sentence about the peak needs beside its mark; where there are fewer it is a few words."""
 
 
 def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
@@ -203,13 +205,17 @@ def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
     marker = base.mark_point(style="marker", shape="triangle-down", size=70, filled=True, opacity=1, yOffset=-5)
     labels = [
         base.transform_filter(f"datum.position {relation} 0.5")
+        .transform_calculate(gib_said="format(datum.gib, '.3f') + ' GiB'")
         .transform_calculate(
-            text="'traced peak of the steady step ' + format(datum.gib, '.3f') + ' GiB in ' + datum.phase"
+            text=f"{room} * width > {_WHOLE_SENTENCE} ? 'traced peak of the steady step ' + datum.gib_said + ' in ' + "
+            "datum.phase : 'peak ' + datum.gib_said"
         )
         .mark_text(style="note", align=align, dx=shift, dy=-9, fontWeight=600)
         .encode(x=_x(), y=_y(top), text="text:N")
         .properties(name=f"note_peak_{align}")
-        for relation, (align, shift) in zip(("<", ">="), SIDES, strict=True)
+        for relation, room, (align, shift) in zip(
+            ("<", ">="), ("(1 - datum.position)", "datum.position"), SIDES, strict=True
+        )
     ]
     return [marker.encode(x=_x(), y=_y(top)), *labels]
 

@@ -120,6 +120,22 @@ def test_legends_are_whole_on_a_phone(browser: Browser, report: Path) -> None:
         assert entry["y"] + entry["height"] <= frame["y"] + frame["height"]
 
 
+@pytest.mark.parametrize("width", [320, 390, 600])
+def test_the_peak_of_the_timeline_is_named_within_the_chart(browser: Browser, report: Path, width: int) -> None:
+    with Opened(browser, report, width) as opened:
+        frame = opened.page.locator("#timeline .lk-chart svg").bounding_box()
+        label = opened.page.locator("#timeline svg text", has_text="peak 34.175 GiB").or_(
+            opened.page.locator("#timeline svg text", has_text="traced peak of the steady step 34.175 GiB")
+        )
+        box = label.bounding_box()
+        axis = opened.page.locator("#timeline svg .role-axis-label").last.bounding_box()
+        assert frame is not None
+        assert box is not None
+        assert axis is not None
+        assert axis["x"] + axis["width"] <= box["x"]
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"]
+
+
 def test_a_long_list_of_modules_is_whole_beside_the_chart(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(

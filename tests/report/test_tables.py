@@ -5,6 +5,8 @@ import pytest
 from great_tables import GT
 
 from labkit.report import prose, tables
+from labkit.workload import Workload
+from labkit.workload.files import data_directory
 from tests.report import frames
 
 
@@ -55,11 +57,24 @@ def test_asked_lists_the_fields_that_were_stated() -> None:
     workload = {
         "model": {"name": "tiny", "qk_layernorm": True, "mixture_of_experts": {"moe_layer_freq": [0, 1, 1, 1]}},
         "parallelism": {"tensor_model_parallel_size": 2},
+        "training": {},
+        "routing": None,
     }
     assert body(tables.asked(workload)) == [
         ["model", "name tiny, qk_layernorm true, moe_layer_freq [0, 1 x 3]"],
         ["parallelism", "tensor_model_parallel_size 2"],
     ]
+
+
+def test_asked_of_a_study_has_no_defaults() -> None:
+    workload = Workload.load(data_directory() / "workloads" / "moonlight-16b.yaml")
+    rows = dict(body(tables.asked(workload.model_dump(mode="json", exclude_unset=True))))
+    assert rows["parallelism"] == (
+        "world_size 8, tensor_model_parallel_size 2, expert_model_parallel_size 8, expert_tensor_parallel_size 1, "
+        "sequence_parallel true"
+    )
+    assert "normalization" not in rows["model"]
+    assert "q_lora_rank null" in rows["model"]
 
 
 def test_contract_joins_what_came_about_alike() -> None:
