@@ -24,8 +24,6 @@ from labkit.workload.gpu import MIB
 
 _SMALL_SEGMENT, _LARGE_SEGMENT, _SEGMENT_UNIT = 2 * MIB, 20 * MIB, 2 * MIB
 _DIRECT_SEGMENT_FROM = 10 * MIB
-_SEGMENT_GAP = 1 << 40
-"""Segments never touch each other in the simulated address space."""
 
 
 class _Block:
@@ -103,7 +101,7 @@ class Allocator:
         else:
             length = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
         block = _Block(self._next_address, length, small)
-        self._next_address += _SEGMENT_GAP
+        self._next_address += length
         self.reserved += length
         return block
 

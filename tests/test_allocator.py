@@ -87,3 +87,18 @@ def test_simulate_names_blocks_and_reserved_growth() -> None:
     found = simulate([(1, 3 * MIB), (2, 100), (-1, 0), (3, 30 * MIB)])
     assert found.block_bytes == {1: 3 * MIB, 2: 512, 3: 30 * MIB}
     assert found.reserved == [(0, 20 * MIB), (1, 22 * MIB), (3, 52 * MIB)]
+
+
+def test_segments_of_any_size_lie_apart() -> None:
+    """Blocks are known by their addresses: those of segments of terabytes are not those of their neighbours."""
+    allocator, tebibyte = Allocator(), 2**40
+    for name, size in (("a", 2), ("b", 1)):
+        allocator.allocate(name, size * tebibyte)
+    allocator.free("a")
+    allocator.free("b")
+    for name in ("in b", "in a"):
+        allocator.allocate(name, tebibyte)
+    allocator.free("in b")
+    for name in ("in b again", "in a, behind"):
+        assert allocator.allocate(name, tebibyte) == tebibyte
+    assert (allocator.allocated, allocator.reserved) == (3 * tebibyte, 3 * tebibyte)
