@@ -101,6 +101,14 @@ BAD_WORKLOADS = {
     "missing part": ({"model": SMALL["model"]}, "'parallelism' is missing"),
     "empty file": (None, "empty; expected a mapping"),
     "not a mapping": ([1, 2], "expected a mapping"),
+    "model file with a null character": (changed(SMALL, model="x\0.yaml"), "cannot be read (embedded null byte)"),
+    "endless name": (changed(SMALL, model="x" * 100_000), f"unknown model '{'x' * 80}'"),
+    "endless key": (changed(SMALL, **{"x" * 100_000: 1}), f"unknown key '{'x' * 80}'"),
+    "endless version": (changed(SMALL, training={"software": {"megatron_core": "9" * 1000}}), "at most 40 characters"),
+    "lists of lists": (
+        changed(SMALL, routing={"kind": "measured", "rows_per_expert": [[1] * 4097]}),
+        "routing.rows_per_expert.0: ",
+    ),
 }
 BAD_STUDIES = {
     "empty study": (changed(STUDY, candidates=[]), "candidates is empty"),
@@ -157,12 +165,32 @@ def test_wrong_study_is_one_sentence_and_exit_code_2(
         (b"a: " + b"9" * 5000 + b"\n", "an integer of more than 63 bits (line 1, column 4)"),
         (b"batch: {seq_length: " + b"9" * 3000 + b"}\n", "an integer of more than 63 bits"),
         (b"a: 0x" + b"f" * 16 + b"\n", "an integer of more than 63 bits"),
+        (b"batch: {seq_length: 010000}\n", "010000 is octal or base 60 in YAML; write a decimal number"),
+        (b"batch: {seq_length: 1:08:16}\n", "1:08:16 is octal or base 60 in YAML"),
+        (b"a: [" + b"1," * 2**19 + b"]\n", "larger than 1 MiB"),
     ],
 )
 def test_malformed_yaml_is_one_sentence(labkit: Command, content: bytes, text: str, tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_bytes(content)
     for command in (("estimate",), ("study", "run")):
         one_sentence(labkit(*command, "w.yaml", cwd=tmp_path), text, tmp_path, {"w.yaml"})
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "text"),
+    [
+        ("1", 10_000, "routing.rows_per_expert: "),
+        ("x", 2_000, "routing.rows_per_expert.0.0: input should be a valid integer (got 'x')"),
+        ("1", 100_000, "should be a list of at most 65536 entries (got a list of 100001)"),
+    ],
+)
+def test_lists_that_aliases_multiply_end_at_once(
+    labkit: Command, inner: str, outer: int, text: str, tmp_path: Path
+) -> None:
+    """A few kilobytes stand for up to ten milliards of entries."""
+    lists = f"[&a [{f'{inner},' * 4_000}], {'*a,' * outer}]"
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL) + f"routing: {{kind: measured, rows_per_expert: {lists}}}\n")
+    one_sentence(labkit("estimate", "w.yaml", cwd=tmp_path), text, tmp_path, {"w.yaml"})
 
 
 def test_pipe_without_a_writer_is_not_waited_for(labkit: Command, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from labkit.errors import InputError, nearest
 from labkit.workload import Recompute, Workload
 from labkit.workload.base import Part
 from labkit.workload.files import load_mapping
-from labkit.workload.workload import first_problem
+from labkit.workload.workload import first_problem, shown
 
 GB = 10**9
 """What publishers' "GB" are, where their file says so; converted here and nowhere else."""
@@ -123,4 +123,4 @@ class Published(Part):
             if isinstance(value, Mapping) and isinstance(ours, Mapping):
                 yield from self._disagreements(value, ours, f"{where}.{key}")
             elif value != (list(ours) if isinstance(ours, tuple) else ours):
-                yield f"{where}.{key} is {value!r:.80}, not {ours!r:.80}"
+                yield f"{where}.{key} is {shown(value)}, not {shown(ours)}"

@@ -7,7 +7,6 @@ reader's.
 
 from typing import Any, Literal, NamedTuple
 
-
 Mode = Literal["light", "dark"]
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

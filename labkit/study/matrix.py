@@ -34,12 +34,12 @@ class StudyFile(Part):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
     """Names the folder of its results and its report."""
-    title: str = Field(min_length=1)
+    title: str = Field(min_length=1, max_length=500)
     description: str = ""
     base: Any
     """A workload mapping, the path of a workload file (from the study file), or a name in `data/workloads`."""
     control: dict[str, Any]
-    candidates: list[dict[str, Any]]
+    candidates: list[dict[str, Any]] = Field(max_length=1000)
     drivers: Many[Literal["trace"]] = ("trace",)
     published: str | None = None
     """Path of a file of published figures (from the study file), or a name in `data/published`."""

@@ -3,7 +3,8 @@
 from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic_core import PydanticCustomError
 
 
 class Part(BaseModel):
@@ -19,9 +20,15 @@ class Part(BaseModel):
         return copied
 
 
+_LONGEST_LIST = 2**16
+"""Entries: a few lines of YAML with aliases stand for more lists than can be gone through."""
+
+
 def _as_tuple(value: object) -> object:
+    if isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:
+        raise PydanticCustomError("too_long", "should be a list of at most {most} entries", {"most": _LONGEST_LIST})
     return tuple(value) if isinstance(value, list) else value
 
 
-type Many[T: Hashable] = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+type Many[T: Hashable] = Annotated[tuple[T, ...], FailFast(), BeforeValidator(_as_tuple)]
 """A tuple that also accepts the list YAML and JSON have for it."""

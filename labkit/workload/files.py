@@ -1,5 +1,6 @@
 """Reading YAML as data, and finding what ships with labkit (`data/`)."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import yaml
 from labkit.errors import InputError, nearest
 from labkit.files import read_regular
 
-_MAXIMUM_BYTES = 4 * 2**20
+_MAXIMUM_BYTES = 2**20
+"""Many times what a routing histogram for every layer takes."""
 _LONGEST_INTEGER = 100
 """Characters: 63 bits in binary with underscores; beyond, Python itself may refuse to convert."""
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9]+)+)")
+"""What YAML 1.1 reads as octal (`0100`) or in base 60 (`1:30`), and nobody means."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -36,13 +40,16 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.Node) -> dict[Any, Any]:
         if not isinstance(key, str | int | float | bool):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r:.80} is given twice", key_node.start_mark)
         seen[key] = loader.construct_object(value_node, deep=True)
     return seen
 
 
 def _integer(loader: _UniqueKeyLoader, node: yaml.ScalarNode) -> int:
     """An integer of at most 63 bits: sizes are, and no sum or table downstream need bear more."""
+    if _NOT_DECIMAL.fullmatch(node.value):
+        problem = f"{node.value[:80]} is octal or base 60 in YAML; write a decimal number, or quote a text"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     if len(node.value) <= _LONGEST_INTEGER:
         value: int = loader.construct_yaml_int(node)
         if value.bit_length() <= 63:
@@ -58,14 +65,14 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        InputError: it cannot be read, is larger than 4 MiB, is not YAML, or holds no mapping with text keys.
+        InputError: it cannot be read, is larger than 1 MiB, is not YAML, or holds no mapping with text keys.
     """
     try:
         text = read_regular(path, _MAXIMUM_BYTES).decode("utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not text in UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: no file's name has a null character
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a safe loader)
     except yaml.YAMLError as error:
@@ -102,5 +109,8 @@ def model_mapping(name: str, source: str, folder: Path) -> dict[str, Any]:
         return {"name": path.stem, **load_mapping(path)}
     known = {path.stem: path for path in (data_directory() / "models").glob("*.yaml")}
     if name not in known:
-        raise InputError(f"{source}: unknown model {name!r}{nearest(name, known)} (or give a .yaml file of its sizes)")
+        shown = name[:80]
+        raise InputError(
+            f"{source}: unknown model {shown!r}{nearest(shown, known)} (or give a .yaml file of its sizes)"
+        )
     return {"name": name, **load_mapping(known[name])}

@@ -107,7 +107,7 @@ class MixtureOfExperts(Part):
 class Model(Part):
     """A decoder-only language model."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=200)
     num_layers: Annotated[int, Field(gt=0, le=2000)]
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt

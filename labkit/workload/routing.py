@@ -8,7 +8,7 @@ share of all rows that the busiest expert-parallel rank gets. That rank is the o
 import math
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt
 
@@ -25,6 +25,11 @@ _IMBALANCE = {1: 1.0, 2: 1.4, 4: 1.6, 8: 2.0}
 measured. Above measured shares (1.24, 1.41 and 1.62 over 3.5M tokens at 2, 4 and 8 ranks, 1.95 for one small batch)."""
 
 
+_MOST_HISTOGRAMS, _MOST_EXPERTS = 2064, 4096
+"""As many layers and experts as a model may have."""
+_Histogram = Annotated[Many[NonNegativeInt], Field(max_length=_MOST_EXPERTS)]
+
+
 class Routing(Part):
     """How the router spreads tokens over expert-parallel ranks."""
 
@@ -35,7 +40,7 @@ class Routing(Part):
     """For allowance; None: `default_imbalance` of the expert-parallel size."""
     share: float | None = Field(default=None, gt=0.0, le=1.0)
     """For concentrated: of all rows, what the experts of one rank get."""
-    rows_per_expert: Many[Many[NonNegativeInt]] | None = None
+    rows_per_expert: Annotated[Many[_Histogram], Field(max_length=_MOST_HISTOGRAMS)] | None = None
     """For measured: rows of each expert, one histogram for all MoE layers or one for each of them."""
 
 

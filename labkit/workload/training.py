@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from labkit.workload.base import Part
 from labkit.workload.runtime import Lora, Runtime
 
@@ -67,8 +69,8 @@ class Optimizer(Part):
 class Software(Part):
     """Versions the workload runs under; they decide what is kept (see `labkit.workload.behaviour`)."""
 
-    megatron_core: str = "0.19.2"
-    transformer_engine: str = "2.20.2"
+    megatron_core: str = Field(default="0.19.2", max_length=40)
+    transformer_engine: str = Field(default="2.20.2", max_length=40)
 
 
 class Training(Part):

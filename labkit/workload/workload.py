@@ -140,7 +140,7 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
     # A misspelt key also leaves the right one missing: the key is what to mend.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = [
-        str(part) for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))
+        str(part)[:80] for part in problem["loc"] if not str(part).startswith(("function-", "tuple[", "constrained"))
     ]
     where = ".".join(location) or "the document"
     if problem["type"] == "extra_forbidden":
@@ -149,16 +149,17 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{where!r} is missing"
     if problem["type"] == "tuple_type":
-        return f"{where}: should be a list (got {_shown(problem['input'])})"
+        return f"{where}: should be a list (got {shown(problem['input'])})"
     if problem["type"] == "literal_error":
         expected = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
         given = problem["input"]
         close = nearest(given[:80] if isinstance(given, str) else "", expected)
-        return f"{where}: {_shown(given)} is not allowed{close}"
-    return f"{where}: {problem['msg'].lower()} (got {_shown(problem['input'])})"
+        return f"{where}: {shown(given)} is not allowed{close}"
+    return f"{where}: {problem['msg'].lower()} (got {shown(problem['input'])})"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value from a file in at most 80 characters."""
     # Not repr of the whole: aliases let a few lines of YAML stand for more than memory holds, digits can be too many.
     if isinstance(value, dict | list | tuple):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
