@@ -31,7 +31,7 @@ def margin_bytes(workload: Workload, increment_bytes: int) -> int:
 
 def tuning_bytes(workload: Workload) -> int:
     """The buffer that tuning kernels in the first backward may take."""
-    return TUNING_BYTES if any(layer.mixer == "gdn" for layer in workload.model.layers) else 0
+    return TUNING_BYTES if any(layer.mixer == "gdn" for layer in workload.model.kinds) else 0
 
 
 def margin_over(workload: Workload, ledger: Ledger, peaks: Sequence[Peak]) -> int:

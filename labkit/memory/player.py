@@ -330,13 +330,21 @@ class _Player:
         """
         ops = self._tape.ops
         for index in range(region.first, region.last + 1):
-            if any(value.differentiable for value in ops[index].persists):
+            persists = any(value.differentiable for value in ops[index].persists)
+            if persists and self._innermost(index) is region:
                 gradients = [
                     self._gradients[value] for value in self._region_values(region) if value in self._gradients
                 ]
                 for storage in (*self._inputs[region], *gradients):
                     self._hold(storage, f"{index} graph")
                 return
+
+    def _innermost(self, index: int) -> Region:
+        """The innermost checkpoint around an operation."""
+        around = (region for regions in self._ending.values() for region in regions)
+        return min(
+            (each for each in around if each.first <= index <= each.last), key=lambda each: each.last - each.first
+        )
 
     def _replay(self, region: Region, within: frozenset[Region]) -> list[_Storage]:
         """Run a checkpointed region again, keeping what it saves; its outputs are held until its backward is done."""

@@ -56,7 +56,7 @@ def _open(workload: Workload) -> Iterator[_Open]:
     for each in open_fields(workload):
         others = (_Choice(*alternative) for alternative in each.alternatives)
         yield _Open(each.field, each.cause, (_Choice(each.assumed, {}), *others))
-    if workload.routing is None and any(layer.mlp == "moe" for layer in workload.model.layers):
+    if workload.routing is None and any(layer.mlp == "moe" for layer in workload.model.kinds):
         yield _Open(
             "routing",
             "the router decides how many rows reach this rank's experts",

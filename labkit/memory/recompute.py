@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 from labkit.memory.tape import Tape
 
 Verb = Literal["checkpoint", "discard"]
-_LAYER_DOTS = 2
-"""Of `decoder.layers.N`."""
 
 
 class Rule(NamedTuple):
@@ -20,11 +18,14 @@ class Rule(NamedTuple):
 
     verb: Verb
     module: str
-    """Path below the layer; a leading `@` marks a stretch of code inside a module (see `Tape.path`)."""
+    """Path below the layer, empty for the layer itself; a leading `@` marks a stretch of code inside a module
+    (see `Tape.path`)."""
     until: str = ""
     """For discard: the module that consumes the output."""
     kind: str | None = None
     """Only where the module is of this kind."""
+    parent: str = ""
+    """Only in layers that the module of this name lists."""
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -46,7 +47,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # moe_layer.py, shared_experts_recompute
     "shared_experts": (Rule("checkpoint", "mlp.shared_experts", kind="moe"),),
     # multi_token_prediction.py, _checkpointed_forward: of full recompute by the uniform method
-    "full": (Rule("checkpoint", "@proj_and_transformer_layer"),),
+    # and hybrid_block.py, checkpointed_forward, once more each layer of the stack in there
+    "full": (Rule("checkpoint", "@proj_and_transformer_layer"), Rule("checkpoint", "", parent=".mtp_model_layer")),
     # gated_delta_net/gdn.py, norm_out_checkpoint
     "gdn_norm_out": (Rule("discard", "self_attention.@norm_out", until="self_attention.out_proj"),),
 }
@@ -77,7 +79,9 @@ def regions(tape: Tape) -> list[Region]:
     for label in sorted(RULES):
         for rule in RULES[label]:
             for layer in layers:
-                path = f"{layer}.{rule.module}"
+                path = f"{layer}.{rule.module}".rstrip(".")
+                if not layer.rpartition(".layers.")[0].endswith(rule.parent):
+                    continue
                 if path not in spans or (rule.kind is not None and tape.ops[spans[path][0]].kind != rule.kind):
                     continue
                 first, last = spans[path]
@@ -87,9 +91,8 @@ def regions(tape: Tape) -> list[Region]:
 
 
 def _is_layer(path: str) -> bool:
-    """A layer of the decoder, of multi-token prediction, or the transformer layer in one of those."""
-    listed = path.startswith(("decoder.layers.", "mtp.layers.")) and path.count(".") == _LAYER_DOTS
-    return listed or path.endswith(".mtp_model_layer")
+    """A layer of the decoder, of multi-token prediction, or a layer in one of those."""
+    return path.rpartition(".")[0].endswith("layers") or path.endswith(".mtp_model_layer")
 
 
 def _spans(tape: Tape) -> dict[str, tuple[int, int]]:

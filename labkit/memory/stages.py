@@ -1,5 +1,7 @@
 """Which layers a pipeline rank runs: stages, and the chunks of an interleaved schedule."""
 
+from itertools import accumulate
+
 from labkit.workload import Workload
 
 
@@ -9,7 +11,12 @@ def stage_layers(workload: Workload, stage: int) -> list[range]:
     Sources: Megatron Core `transformer_block.get_num_layers_to_build`,
     `transformer_layer.get_transformer_layer_offset`: chunk c of every stage comes before chunk c + 1 of any.
     """
-    layout = workload.parallelism
+    layout, marked = workload.parallelism, workload.model.pattern_stages
+    if len(marked) > 1:
+        # `hybrid_layer_allocation.select_pipeline_segment`
+        ends = [0, *accumulate(map(len, marked))]
+        indices = range(stage, len(marked), layout.pp)
+        return [range(ends[index], ends[index + 1]) for index in indices]
     counts = [_layers_of_stage(workload, each) // layout.vpp for each in range(layout.pp)]
     found = []
     for chunk in range(layout.vpp):

@@ -20,7 +20,7 @@ _LONGEST_RING = 512
 
 def attention_findings(workload: "Workload") -> Iterator[Finding]:
     """Every such rule the workload breaks."""
-    mixers = {layer.mixer for layer in workload.model.layers}
+    mixers = {layer.mixer for layer in workload.model.kinds}
     if "attention" in mixers:
         yield from _heads(workload)
     if "mla" in mixers:
@@ -57,7 +57,7 @@ def _latent(workload: "Workload") -> Iterator[Finding]:
         "position_embedding_type": model.position_embedding_type == "none",
     }
     for name, given in idle.items():
-        if given and not any(layer.mixer == "attention" for layer in model.layers):
+        if given and not any(layer.mixer == "attention" for layer in model.kinds):
             yield Finding("warning", f"model.{name}", "multi-latent attention does not read it", "leave it out")
 
 

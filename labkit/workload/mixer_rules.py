@@ -29,15 +29,22 @@ _CHANNELS_UNIT = 8
 
 def pattern_symbols(workload: "Workload") -> Iterator[Finding]:
     """Symbols that name no layer labkit knows; until they do, the model has no layers to judge."""
-    pattern = workload.model.hybrid_layer_pattern
-    for symbol in dict.fromkeys(pattern or ()):
-        if symbol not in HYBRID_SYMBOLS:
-            what = {"|": "pipeline stages", "/": "multi-token prediction", "D": "sparse attention"}.get(symbol)
+    model = workload.model
+    for symbol in dict.fromkeys(model.hybrid_layer_pattern or ()):
+        if symbol not in HYBRID_SYMBOLS and symbol not in "|/":
             known = " ".join(HYBRID_SYMBOLS)
             reason = f"{symbol!r} " + (
-                f"({what}) is not supported by this version of labkit" if what else "names no layer"
+                "(sparse attention) is not supported by this version of labkit" if symbol == "D" else "names no layer"
             )
             yield Finding("error", _PATTERN, reason, f"use the symbols {known}")
+    depths = model.pattern_depths
+    if any(depth != depths[0] or not depth or "|" in depth for depth in depths):
+        reason = "what follows each / are the layers of one depth of multi-token prediction, in all of them the same"
+        yield Finding("error", _PATTERN, reason, "give each depth the same layers, without |")
+    elif model.hybrid_layer_pattern is not None and (model.mtp_num_layers or 0) != len(depths):
+        reason = f"hybrid_layer_pattern has {len(depths)} depths of multi-token prediction (each behind a /)"
+        remedy = f"set it to {len(depths)}" if depths else "leave it out or give the layers of each depth behind a /"
+        yield Finding("error", "model.mtp_num_layers", reason, remedy)
 
 
 def mixer_findings(workload: "Workload") -> Iterator[Finding]:
@@ -51,8 +58,8 @@ def _pattern(workload: "Workload") -> Iterator[Finding]:
     model, pattern = workload.model, workload.model.hybrid_layer_pattern
     if pattern is None:
         return
-    if len(pattern) != model.num_layers:
-        reason = f"it names {len(pattern)} layers but num_layers is {model.num_layers}"
+    if len(model.layers) != model.num_layers:
+        reason = f"it names {len(model.layers)} layers but num_layers is {model.num_layers}"
         yield Finding("error", _PATTERN, reason, f"give {model.num_layers} symbols")
     if "*" in pattern and "+" in pattern:
         reason = "Megatron Core mixes no attention (*) with multi-latent attention (+)"
@@ -70,12 +77,35 @@ def _pattern(workload: "Workload") -> Iterator[Finding]:
         if symbol in pattern and section is None:
             reason = f"the pattern's {symbol} layers have no sizes"
             yield Finding("error", f"model.{name}", reason, f"give model.{name}")
-    if workload.parallelism.vpp > 1:
-        reason = "Megatron Core interleaves a hybrid pattern only at stages the pattern itself marks"
-        yield Finding("error", "parallelism.virtual_pipeline_model_parallel_size", reason, "leave it out")
-    if model.mtp_num_layers is not None:
-        reason = "multi-token prediction of hybrid patterns is not supported by this version of labkit"
-        yield Finding("error", "model.mtp_num_layers", reason, "leave it out")
+    yield from _pattern_stages(workload)
+
+
+def _pattern_stages(workload: "Workload") -> Iterator[Finding]:
+    """`select_pipeline_segment`; `megatron.training.arguments.validate_args`."""
+    layout, stages = workload.parallelism, len(workload.model.pattern_stages)
+    field = "parallelism.virtual_pipeline_model_parallel_size"
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if getattr(layout, name):
+            yield Finding("error", f"parallelism.{name}", "a hybrid pattern marks its stages itself", "use | in it")
+    if stages == 1:
+        if layout.vpp > 1:
+            reason = "Megatron Core interleaves a hybrid pattern only at stages the pattern itself marks"
+            yield Finding("error", field, reason, "mark the stages by | in the pattern or leave it out")
+        return
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(layout, name) is not None:
+            yield Finding("error", f"parallelism.{name}", "the hybrid pattern marks its stages", "leave it out")
+    if stages % layout.pp or layout.pp == 1:
+        reason = f"its {stages} stages are no multiple of {layout.pp} pipeline ranks"
+        remedy = f"mark as many, or set pipeline_model_parallel_size: {stages}"
+        yield Finding("error", _PATTERN, reason if layout.pp > 1 else "it marks stages but there is one", remedy)
+    elif not all(workload.model.pattern_stages[1:-1]):
+        reason = "a stage without layers between others is not supported by this version of labkit"
+        yield Finding("error", _PATTERN, reason, "give every stage between | a layer")
+    elif stages != layout.pp * layout.vpp:
+        reason = f"the hybrid pattern has {stages // layout.pp} chunks for each of {layout.pp} pipeline ranks"
+        remedy = f"set it to {stages // layout.pp}" if stages > layout.pp else "leave it out"
+        yield Finding("error", field, reason, remedy)
 
 
 def _gated_delta_net(workload: "Workload") -> Iterator[Finding]:
@@ -102,7 +132,7 @@ def _gated_delta_net(workload: "Workload") -> Iterator[Finding]:
         if getattr(net, name) % ranks:
             reason = f"tensor x context parallel = {ranks} does not divide {name} ({getattr(net, name)})"
             yield Finding("error", at, reason, "use fewer tensor- or context-parallel ranks")
-    if not any(layer.mixer == "gdn" for layer in model.layers):
+    if not any(layer.mixer == "gdn" for layer in model.kinds):
         if "gdn_norm_out" in workload.recompute.modules:
             reason = "gdn_norm_out saves nothing: the model has no gated-delta-net layer"
             yield Finding("warning", "recompute.recompute_modules", reason, "remove gdn_norm_out")
@@ -119,7 +149,7 @@ def _mamba(workload: "Workload") -> Iterator[Finding]:
     model, layout = workload.model, workload.parallelism
     if model.mamba is None:
         return
-    if not any(layer.mixer == "mamba" for layer in model.layers):
+    if not any(layer.mixer == "mamba" for layer in model.kinds):
         yield Finding("warning", _MAMBA, "the model has no Mamba layer", "leave it out or use M in a hybrid pattern")
         return
     mamba, heads = model.mamba, model.mamba_heads

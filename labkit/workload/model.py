@@ -32,6 +32,10 @@ HYBRID_SYMBOLS: dict[str, LayerKind] = {
 """Megatron Core `models/hybrid/hybrid_layer_allocation.Symbols`."""
 
 
+def _kinds(pattern: str) -> tuple[LayerKind, ...]:
+    return tuple(HYBRID_SYMBOLS[symbol] for symbol in pattern)
+
+
 class MultiLatentAttention(Part):
     """Sizes of multi-latent attention (Megatron Core `MLATransformerConfig`)."""
 
@@ -129,7 +133,10 @@ class Model(Part):
     mamba: Mamba | None = None
     """Sizes of the `M` layers of `hybrid_layer_pattern`."""
     hybrid_layer_pattern: str | None = None
-    """One symbol a layer (`HYBRID_SYMBOLS`), each a mixer or an MLP alone; None: transformer layers of both."""
+    """One symbol a layer (`HYBRID_SYMBOLS`), each a mixer or an MLP alone; None: transformer layers of both.
+
+    `|` divides pipeline stages; what follows each `/` are the layers of one depth of multi-token prediction.
+    """
     mixture_of_experts: MixtureOfExperts | None = None
     mtp_num_layers: Annotated[int, Field(gt=0, le=64)] | None = None
     """Multi-token prediction layers after the decoder."""
@@ -152,8 +159,30 @@ class Model(Part):
         `experimental_attention_variant_module_specs.get_linear_attention_pattern`.
         """
         if self.hybrid_layer_pattern is not None:
-            return tuple(HYBRID_SYMBOLS[symbol] for symbol in self.hybrid_layer_pattern)
+            return _kinds("".join(self.pattern_stages))
         return tuple(map(LayerKind, self._mixers, self.mlp_kinds))
+
+    @property
+    def pattern_stages(self) -> tuple[str, ...]:
+        """The decoder's part of the hybrid pattern as it is divided into pipeline stages, virtual ones included."""
+        return tuple((self.hybrid_layer_pattern or "").split("/")[0].split("|"))
+
+    @property
+    def pattern_depths(self) -> tuple[str, ...]:
+        """The hybrid pattern's part for each depth of multi-token prediction."""
+        return tuple((self.hybrid_layer_pattern or "").split("/")[1:])
+
+    @cached_property
+    def prediction_layers(self) -> tuple[LayerKind, ...]:
+        """The layers of one depth of multi-token prediction (`get_gpt_mtp_block_spec`, `MultiTokenPredictionLayer`)."""
+        if self.mtp_num_layers is None:
+            return ()
+        return self.layers[-1:] if self.hybrid_layer_pattern is None else _kinds(self.pattern_depths[0])
+
+    @cached_property
+    def kinds(self) -> frozenset[LayerKind]:
+        """The kinds of all layers, those of multi-token prediction included."""
+        return frozenset((*self.layers, *self.prediction_layers))
 
     @property
     def _mixers(self) -> tuple[Mixer, ...]:

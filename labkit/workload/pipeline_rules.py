@@ -23,7 +23,9 @@ def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
     if layout.world_size % (layout.tp * layout.pp * layout.cp):
         return
     stated = [getattr(layout, name) for name in _ENDS]
-    if any(number is not None for number in stated):
+    if len(workload.model.pattern_stages) > 1:
+        pass  # `labkit.workload.mixer_rules`
+    elif any(number is not None for number in stated):
         if any(getattr(layout, name) for name in _TAKEN):
             reason = "an uneven split and places for the embedding or the loss exclude each other"
             yield Finding("error", f"parallelism.{_ENDS[stated[0] is None]}", reason, "give one of the two")

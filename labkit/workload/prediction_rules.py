@@ -31,6 +31,11 @@ def prediction_findings(workload: "Workload") -> Iterator[Finding]:
         reason = "multi-token prediction on a stage without a layer is not supported by this version of labkit"
         yield Finding("error", _FIELD, reason, "give the last stage a layer or leave it out")
     full = choice.recompute_granularity == "full"
+    if full and choice.recompute_method == "block" and model.hybrid_layer_pattern is not None:
+        reason = (
+            "block recompute of a hybrid pattern's multi-token prediction is not supported by this version of labkit"
+        )
+        yield Finding("error", "recompute.recompute_method", reason, "use uniform with recompute_num_layers 1")
     if full and choice.recompute_method == "uniform" and choice.recompute_num_layers != 1:
         reason = "layers of multi-token prediction are recomputed one by one"
         yield Finding("error", "recompute.recompute_num_layers", reason, "use 1, or recompute_method: block")

@@ -181,7 +181,7 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
     tp = layout.tp
     at = "parallelism.tensor_model_parallel_size"
     yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads")
-    if any(layer.mlp == "dense" for layer in model.layers):
+    if any(layer.mlp == "dense" for layer in model.kinds):
         yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
     grouped = tp * layout.pp * layout.cp
     if layout.world_size % grouped:
@@ -302,7 +302,7 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
     """What a selective list may name."""
     model, kernels, field = workload.model, workload.training.kernels, "recompute.recompute_modules"
     moe = model.mixture_of_experts
-    if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.layers):
+    if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.kinds):
         # CheckpointFunction returns fc2's bias parameter and so becomes its grad_fn: backward enters it again, forever.
         reason = "mlp cannot be recomputed where it hands on a bias: Megatron Core's checkpoint never ends its backward"
         yield Finding("error", field, reason, "remove mlp, use full recompute or set model.add_bias_linear: false")
@@ -325,7 +325,7 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
 
 
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
-    kinds = {layer.mlp for layer in workload.model.layers}
+    kinds = {layer.mlp for layer in workload.model.kinds}
     backend = workload.training.kernels.attention_backend
     idle = {
         "core_attn": (

@@ -35,6 +35,8 @@ class Dispatchers:
         self._workload = workload
         self._answers: list[Splits] = []
         """Plans of the dispatchers that run now."""
+        self._behind_decoder = False
+        """Whether what is built now are layers of multi-token prediction."""
 
     @property
     def operators(self) -> Mapping[Any, Callable[..., Any]]:
@@ -43,16 +45,25 @@ class Dispatchers:
 
     def replacements(self) -> Iterator[Replacement]:
         """Methods that read from the device; imports Megatron Core."""
+        from megatron.core.transformer import multi_token_prediction
         from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
 
         set_layer_number = moe_layer.BaseMoELayer.set_layer_number
 
         def tell_dispatcher(layer: Any, layer_number: int) -> None:
             set_layer_number(layer, layer_number)
-            behind = getattr(layer.router, "is_mtp_layer", False)
-            layer.token_dispatcher.labkit_layer = None if behind else layer_number - 1
+            layer.token_dispatcher.labkit_layer = None if self._behind_decoder else layer_number - 1
 
         yield Replacement(moe_layer.BaseMoELayer, "set_layer_number", tell_dispatcher, NOTHING)
+        prediction = multi_token_prediction.MultiTokenPredictionLayer
+        build_prediction = prediction.__init__
+
+        def build_behind_decoder(layer: Any, *args: Any, **kwargs: Any) -> None:
+            self._behind_decoder = True
+            build_prediction(layer, *args, **kwargs)
+            self._behind_decoder = False
+
+        yield Replacement(prediction, "__init__", build_behind_decoder, NOTHING)
         alltoall = token_dispatcher.MoEAlltoAllTokenDispatcher
 
         def copy_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:

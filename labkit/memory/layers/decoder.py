@@ -4,7 +4,7 @@ A transformer layer (`TransformerLayer`) is norm, mixer, add, then norm, MLP or 
 but the residual stream, so that any order of kinds is priced from its distinct halves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -69,29 +69,38 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     """A stretch of layers, as halves in order."""
     tape = _tape(workload)
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
-    model = workload.model
-    if model.has_rotary_table:
-        rotary_table(tape, sizes.sequence, model.rotary_width)  # one for all layers, an attribute of the model
-    if model.gated_delta_net is not None and sizes.cp > 1 and any(place.half == "gdn" for place in places):
-        head_permutation(tape, model.gated_delta_net, sizes)  # one for all layers
-    if workload.training.kernels.attention_backend == "unfused" and any(place.half in _SCORED for place in places):
-        causal_mask(tape, sizes)
+    _made_once(tape, workload, sizes, {place.half for place in places})
     inputs = {0: hidden}
     with tape.module("decoder"):
         for layer, half, share in places:
             inputs.setdefault(layer, hidden)
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
-                if half == "dense":
-                    hidden = _mlp(tape, workload, sizes, hidden)
-                elif half == "moe":
-                    hidden = _moe(tape, workload, sizes, hidden, share or Fraction(1, sizes.ep))
-                else:
-                    hidden = _mixer(tape, workload, sizes, hidden, half)
+                hidden = _half(tape, workload, sizes, hidden, half, share or Fraction(1, sizes.ep))
             if layer:
                 # `hidden_states` in the loop over layers (`custom_forward`) is a layer's input until it has returned.
                 tape.hold([inputs[layer]])
     tape.exit = hidden
     return tape
+
+
+def _made_once(tape: Tape, workload: Workload, sizes: Sizes, halves: Collection[Half]) -> None:
+    """What all layers of a model chunk share, and what it makes even where it has none."""
+    model = workload.model
+    if model.has_rotary_table:
+        rotary_table(tape, sizes.sequence, model.rotary_width)  # an attribute of the model
+    if model.gated_delta_net is not None and sizes.cp > 1 and "gdn" in halves:
+        head_permutation(tape, model.gated_delta_net, sizes)
+    if workload.training.kernels.attention_backend == "unfused" and not _SCORED.isdisjoint(halves):
+        causal_mask(tape, sizes)
+
+
+def _half(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, half: Half, share: Fraction) -> Value:
+    """A mixer or an MLP and the norm before it; `share` is of a MoE layer's rows."""
+    if half == "dense":
+        return _mlp(tape, workload, sizes, hidden)
+    if half == "moe":
+        return _moe(tape, workload, sizes, hidden, share)
+    return _mixer(tape, workload, sizes, hidden, half)
 
 
 def record_received(workload: Workload, sizes: Sizes) -> Tape:
@@ -122,6 +131,7 @@ def record_sent(workload: Workload, sizes: Sizes) -> Tape:
     """
     tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    _made_once(tape, workload, sizes, ())
     with tape.module("pipeline", kind="pipeline"):
         sent = tape.view(tape.entry, "sent", tape.entry.shape)
         tape.op("send_forward", [tape.entry], [sent], aliases=True, keeps_gradient=True)
@@ -132,22 +142,29 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs after its layers: final norm, head, loss; in the `lora` runtime the outputs."""
     tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    predicted = workload.model.prediction_layers
+    _made_once(tape, workload, sizes, {half for kind in predicted for half in kind if half is not None})
     with tape.module("", kind="head"):
         if workload.training.runtime == "lora":
             tape.exit = pass_outputs(tape, workload, sizes, tape.entry)
         else:
-            back(tape, workload, sizes, tape.entry, lambda hidden: _prediction_layer(tape, workload, sizes, hidden))
+            back(tape, workload, sizes, tape.entry, lambda hidden: _predicted(tape, workload, sizes, hidden))
     return tape
 
 
-def _prediction_layer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
-    """The layer of multi-token prediction, like the decoder's last (`get_gpt_mtp_block_spec`)."""
-    mixer, mlp = workload.model.layers[-1]
-    if mixer is not None:
-        hidden = _mixer(tape, workload, sizes, hidden, mixer)
-    if mlp == "moe":
-        return _moe(tape, workload, sizes, hidden, busiest_share(workload, None))
-    return _mlp(tape, workload, sizes, hidden)
+def _predicted(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """The layers of one depth of multi-token prediction: one like the decoder's last, or a `HybridStack`."""
+    model = workload.model
+    for layer, kind in enumerate(model.prediction_layers):
+        given, stack = hidden, model.hybrid_layer_pattern is not None
+        with tape.module(f"layers.{layer}" if stack else ""):
+            for half in kind:
+                if half is not None:
+                    share = busiest_share(workload, None) if half == "moe" else Fraction(1, sizes.ep)
+                    hidden = _half(tape, workload, sizes, hidden, half, share)
+        # A variable of the caller.
+        tape.hold([given])
+    return hidden
 
 
 def record_loss(workload: Workload, sizes: Sizes) -> Tape:

@@ -40,6 +40,9 @@ LATENT = {
     },
     "model.num_query_groups": None,
 }
+PREDICTION = {"model.hybrid_layer_pattern": "ME*-ME/*E", "model.mtp_num_layers": 1}
+STAGES = {"parallelism.world_size": 8, "parallelism.pipeline_model_parallel_size": 2, "batch.global_batch_size": 8}
+CHUNKS = STAGES | {"parallelism.virtual_pipeline_model_parallel_size": 2}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {},
@@ -108,4 +111,19 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallelism.cp_comm_type": "a2a",
         "labels": ["gdn_norm_out", "core_attn", "layernorm"],
     },
+    "marked stages": STAGES | {"model.hybrid_layer_pattern": "ME*-|ME"},
+    "marked chunks": CHUNKS | {"model.hybrid_layer_pattern": "ME|*|-|ME"},
+    "marked chunks, qwen, full uniform 1": CHUNKS | {"model.hybrid_layer_pattern": "G|-G|*-|-", "full": ("uniform", 1)},
+    "marked chunks, labels": CHUNKS
+    | {"model.hybrid_layer_pattern": "G-|M|E*|E", "labels": ["gdn_norm_out", "moe_act", "layernorm"]},
+    "marked chunks, the head alone": CHUNKS | {"model.hybrid_layer_pattern": "MEM|E|*-|"},
+    "prediction": PREDICTION,
+    "prediction of two tokens, Mamba": PREDICTION
+    | {"model.hybrid_layer_pattern": "ME*-ME/M-/M-", "model.mtp_num_layers": 2, "labels": ["layernorm"]},
+    "prediction, full uniform 1": PREDICTION | {"full": ("uniform", 1)},
+    "prediction, delta net, marked stages, labels": PREDICTION
+    | STAGES
+    | {"model.hybrid_layer_pattern": "MEG|-ME/GE", "labels": ["gdn_norm_out", "moe_act"]},
+    "prediction, marked chunks": PREDICTION | CHUNKS | {"model.hybrid_layer_pattern": "ME|*|-|ME/*-"},
+    "prediction, context parallel": PREDICTION | {"parallelism.world_size": 8, "parallelism.context_parallel_size": 2},
 }
