@@ -24,6 +24,8 @@ def expert_findings(workload: "Workload") -> Iterator[Finding]:
         return
     yield from _capacity(moe, workload.training.kernels)
     yield from _overlap(moe, workload.training.kernels)
+    if workload.model.add_bias_linear:
+        yield from _bias(workload, moe)
     if workload.training.fuses_activation:
         yield from _activation_fusion(workload.model)
     if routing is not None and moe.num_moe_experts % workload.parallelism.ep == 0:
@@ -48,6 +50,19 @@ def _activation_fusion(model: "Model") -> Iterator[Finding]:
         reason = "experts have a fused kernel for gated silu alone"
         remedy = "set training.kernels.bias_activation_fusion: false"
         yield Finding("error", "model.activation_func", reason, remedy)
+
+
+def _bias(workload: "Workload", moe: "MixtureOfExperts") -> Iterator[Finding]:
+    """`TransformerConfig.__post_init__`, `TEGroupedMLP.__init__`, `SharedExpertMLP.__init__`."""
+    field, remedy = "model.add_bias_linear", "set it to false"
+    if workload.parallelism.etp > 1:
+        reason = "experts with bias have no expert tensor parallelism"
+        yield Finding("error", field, reason, f"{remedy} or expert_tensor_parallel_size to 1")
+    if workload.training.kernels.bias_dropout_fusion:
+        reason = "experts add their biases themselves, without bias_dropout_fusion"
+        yield Finding("error", field, reason, f"{remedy} or training.kernels.bias_dropout_fusion to false")
+    if moe.moe_shared_expert_intermediate_size is not None:
+        yield Finding("error", field, "shared experts have no bias", f"{remedy} or leave shared experts out")
 
 
 def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:

@@ -39,13 +39,11 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     if workload.training.runtime == "lora":
         return
     model = workload.model
-    experts = model.mixture_of_experts is not None
     refused = {
         "training.kernels.use_fused_weighted_squared_relu": (
             workload.training.kernels.use_fused_weighted_squared_relu and model.gated_linear_unit,
             "the fused squared ReLU of a gated MLP",
         ),
-        "model.add_bias_linear": (experts and model.add_bias_linear, "experts with bias"),
     }
     for field, (broken, what) in refused.items():
         if broken:

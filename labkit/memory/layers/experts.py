@@ -24,18 +24,48 @@ def grouped_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, p
     if moe is None:
         raise ValueError("experts need mixture_of_experts")
     local, inner = moe.num_moe_experts // sizes.ep, moe.moe_ffn_hidden_size // sizes.etp
+    biased = workload.model.add_bias_linear
     with tape.module("linear_fc1"):
-        intermediate = _grouped_linear(tape, sizes, rows, input_width(workload.model, inner), local)
+        width = input_width(workload.model, inner)
+        intermediate = _grouped_linear(tape, sizes, rows, width, local, biased=biased)
     with tape.module("@activation"):
         activated = weighted_activation(tape, workload, intermediate, probabilities, inner)
     with tape.module("linear_fc2"):
         output = _grouped_linear(tape, sizes, activated, rows.shape[1], local)
+    if biased:
+        output = _apply_bias(tape, output, probabilities, local)
     # Local variables of TEGroupedMLP.forward.
     tape.hold([rows, probabilities, intermediate, activated])
     return output
 
 
-def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: int) -> Value:
+def _apply_bias(tape: Tape, output: Value, probabilities: Value, local: int) -> Value:
+    """`TEGroupedMLP._apply_bias`: each expert's rows plus its bias times their probabilities, joined again.
+
+    Probabilities in fp32 make the sums fp32, and the gradients of the rows are cast back.
+    """
+    shape, dtype = output.shape, probabilities.dtype
+    rows = tape.view(output, "rows_of_experts", shape)
+    tape.op("split", [output], [rows])
+    weighed = tape.value("weighed_bias", shape, dtype, routed=True)
+    # The two products of an expert are summed up once both are there: to the bias's gradient and the probabilities'.
+    product = tape.buffer("product", (-(-shape[0] // local), shape[1]), dtype)
+    tape.op("weigh_bias", [probabilities], [weighed], saves=[probabilities], backward_temporaries=[product, product])
+    wide = dtype != output.dtype
+    if wide:
+        narrow, rows = rows, tape.view(output, "rows_of_experts", shape)
+        tape.op("promote", [narrow], [rows])
+    total = tape.value("biased", shape, dtype, routed=True)
+    tape.op("add_bias", [rows, weighed], [total], aliases=True)
+    if not wide:
+        return total
+    out = tape.like(output, "output", shape)
+    tape.op("to", [total], [out])
+    tape.hold([output])
+    return out
+
+
+def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: int, *, biased: bool = False) -> Value:
     """`GroupedLinear`: x (rows, width) in local experts' order; saves x where its weights train."""
     rows, width = x.shape
     out = tape.value("output", (rows, out_width), routed=True)
@@ -44,6 +74,7 @@ def _grouped_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int, local: i
         [x],
         [out],
         saves=[x] if sizes.trains else [],
+        backward_temporaries=[tape.buffer("bias_gradient", (out_width,))] * local if biased else [],
         weight=(out_width, width) if sizes.trains else None,
         weights=local,
         library="te_grouped_gemm",

@@ -65,13 +65,22 @@ def _parameters(tape: Tape, model: Model, moe: MixtureOfExperts, sizes: Sizes, s
     outer, inner = moe.moe_latent_size or hidden, moe.moe_ffn_hidden_size // sizes.etp
     # `use_expert_pgs` of `TEGroupedLinear`.
     split, local = sizes.ep > 1 or sizes.etp != sizes.tp, moe.num_moe_experts // sizes.ep
+    biased = model.add_bias_linear
     tape.parameter("router.weight", (moe.num_moe_experts, hidden), replicated=replicated_here)
+    if biased:
+        tape.parameter("router.bias", (moe.num_moe_experts,), replicated=replicated_here)
     if moe.moe_latent_size is not None:
-        tape.parameter("fc1_latent_proj.weight", (outer, hidden), replicated=replicated_here)
-        tape.parameter("fc2_latent_proj.weight", (hidden, outer), replicated=replicated_here)
+        for name, shape in (("fc1_latent_proj", (outer, hidden)), ("fc2_latent_proj", (hidden, outer))):
+            tape.parameter(f"{name}.weight", shape, replicated=replicated_here)
+            if biased:
+                tape.parameter(f"{name}.bias", shape[:1], replicated=replicated_here)
     with tape.module("experts"):
-        tape.parameter("linear_fc1.weight", (input_width(model, inner), outer), expert=split, count=local)
-        tape.parameter("linear_fc2.weight", (outer, inner), expert=split, count=local)
+        for name, shape in (("linear_fc1", (input_width(model, inner), outer)), ("linear_fc2", (outer, inner))):
+            # Each expert's weight, then its bias.
+            for expert in range(local):
+                tape.parameter(f"{name}.weight{expert}", shape, expert=split)
+                if biased:
+                    tape.parameter(f"{name}.bias{expert}", shape[:1], expert=split)
     if shared_width:
         with tape.module("shared_experts"):
             if moe.moe_shared_expert_gate:

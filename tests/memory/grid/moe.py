@@ -52,6 +52,11 @@ PADDED = CAPACITY | {f"{MOE}moe_pad_expert_input_to_capacity": True}
 ONE_TENSOR_RANK = {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False}
 EAGER = {"training.kernels.bias_activation_fusion": False}
 SQUARED_RELU = {"model.activation_func": "squared_relu", "model.gated_linear_unit": False}
+BIAS = {
+    "model.add_bias_linear": True,
+    "training.kernels.bias_dropout_fusion": False,
+    f"{MOE}moe_shared_expert_intermediate_size": None,
+}
 WORST = {"routing.kind": "worst"}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -93,6 +98,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flex, moe_act, shared_experts": FLEX | {"labels": ["moe_act", "shared_experts"]},
     "flex, full": FLEX | {"full": ("uniform", 2)},
     "flex, routing worst, router in bf16": FLEX | WORST | BF16_ROUTER,
+    "bias": BIAS,
+    "bias, router in bf16, moe_act": BIAS | BF16_ROUTER | {"labels": ["moe_act"]},
+    "bias, moe": BIAS | {"labels": ["moe"]},
+    "bias, full": BIAS | {"full": ("uniform", 1)},
+    "bias, one tensor rank, one expert rank, no fusion": BIAS
+    | ONE_TENSOR_RANK
+    | ONE_EXPERT_RANK
+    | {"training.kernels.gradient_accumulation_fusion": False},
+    "bias, gathered, routing worst": BIAS | GATHER | WORST,
+    "bias, flex, gelu without gate": BIAS
+    | FLEX
+    | EAGER
+    | {"model.activation_func": "gelu", "model.gated_linear_unit": False},
+    "bias, latent experts": BIAS | {f"{MOE}moe_latent_size": 320},
     "latent experts": {f"{MOE}moe_latent_size": 320},
     "latent experts, moe": {f"{MOE}moe_latent_size": 320, "labels": ["moe"]},
     "gated shared experts": {f"{MOE}moe_shared_expert_gate": True},
