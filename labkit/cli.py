@@ -5,6 +5,7 @@ wrong is one sentence on stderr. `--json` prints one JSON object on stdout and n
 it needs when it runs: an estimate must not wait for torch, polars or charts.
 """
 
+import io
 import os
 import sys
 import traceback
@@ -305,6 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal's encoding lacks
     try:
         code = app(arguments, prog_name="labkit", standalone_mode=False)
         sys.stdout.flush()

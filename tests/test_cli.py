@@ -392,6 +392,14 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
     assert (result.returncode, result.stderr) == (1, "labkit: output: No space left on device\n")
 
 
+def test_letters_that_the_output_cannot_encode_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(changed(SMALL, model={"name": "größe"})), encoding="utf-8")
+    ascii_only = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    result = process(*LABKIT, "estimate", str(tmp_path / "w.yaml"), environment=ascii_only)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("gr\\xf6\\xdfe ")
+
+
 def test_reader_that_leaves_early_is_not_complained_about() -> None:
     command = f"{' '.join(LABKIT)} estimate {MOONLIGHT} --json | head -c 1"
     result = process("/bin/sh", "-c", command)

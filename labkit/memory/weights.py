@@ -7,8 +7,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors import InputError
 from labkit.ledger import Lifetime
 from labkit.memory.tape import Parameter, Shape
+
+_MOST_ELEMENTS = 2**56
+"""Their bytes, with gradients and optimizer state, fit integers of 64 bits."""
 
 type Integers = NDArray[np.int64]
 type Booleans = NDArray[np.bool_]
@@ -33,6 +37,11 @@ class Weights:
         self._runs = runs
         kinds = {id(parameters): parameters for run in runs for parameters in run.parameters}
         listed = [parameter for parameters in kinds.values() for parameter in parameters]
+        elements = sum(run.times * sum(each.numel for part in run.parameters for each in part) for run in runs)
+        if elements > _MOST_ELEMENTS:
+            raise InputError(
+                f"{elements} weights on a rank are more than labkit counts ({_MOST_ELEMENTS}); use smaller sizes"
+            )
         begin, rows = 0, {}
         for key, parameters in kinds.items():
             rows[key] = np.arange(begin, begin + len(parameters))

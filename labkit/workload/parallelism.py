@@ -10,7 +10,7 @@ from labkit.workload.base import Part
 class Parallelism(Part):
     """Parallel sizes, in Megatron Core's names; short forms are properties."""
 
-    world_size: PositiveInt
+    world_size: Annotated[int, Field(gt=0, le=2**20)]
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1

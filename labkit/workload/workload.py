@@ -155,7 +155,10 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
         given = problem["input"]
         close = nearest(given[:80] if isinstance(given, str) else "", expected)
         return f"{where}: {shown(given)} is not allowed{close}"
-    return f"{where}: {problem['msg'].lower()} (got {shown(problem['input'])})"
+    if problem["type"] in ("dict_type", "model_type"):
+        return f"{where}: should be a mapping of keys to values (got {shown(problem['input'])})"
+    said = problem["msg"]
+    return f"{where}: {said[0].lower()}{said[1:]} (got {shown(problem['input'])})"
 
 
 def shown(value: object) -> str:

@@ -11,7 +11,7 @@ import pytest
 from labkit import Workload
 from labkit.drivers.trace.driver import Trace, trace
 from labkit.drivers.trace.server import TraceServer
-from labkit.errors import WorkError
+from labkit.errors import InputError, WorkError
 from tests.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +172,9 @@ def test_one_call_without_a_server_of_ones_own_imports_no_torch(server: TraceSer
     script = "import sys, labkit.drivers.trace.driver, labkit.drivers.trace.versions as v; v.trace_versions(); "
     script += "assert not {'torch', 'megatron', 'polars'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_a_world_whose_groups_take_hours_is_refused_at_once() -> None:
+    workload = small(parallelism={"world_size": 2**17}, batch__global_batch_size=2**17)
+    with pytest.raises(InputError, match="131072 are more than 65536; use labkit estimate"):
+        TraceServer().run(workload)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from labkit.errors import InputError
 from labkit.ledger import Ledger
 from labkit.memory.estimate import Estimate, estimate
 from labkit.memory.ranges import ranged
@@ -12,6 +13,7 @@ from labkit.summary import breakdown
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
 from tests.published import PEAKS_GB
+from tests.small import small
 
 MOONLIGHT = data_directory() / "workloads" / "moonlight-16b.yaml"
 
@@ -171,3 +173,9 @@ def test_the_margin_is_rows_of_its_own(control: Estimate) -> None:
     assert [row.certainty for row in margin] == ["allowance"]
     covered = control.covering.peak().bytes
     assert covered == control.peak_allocated_bytes + control.summary.margin_bytes > control.peak_allocated_bytes
+
+
+def test_more_weights_than_can_be_counted_are_one_sentence() -> None:
+    huge = small(model__make_vocab_size_divisible_by=2**62)
+    with pytest.raises(InputError, match="weights on a rank are more than labkit counts"):
+        _ = estimate(huge).peak_allocated_bytes

@@ -265,3 +265,20 @@ def test_a_ring_too_long_to_list_is_one_sentence_and_says_what_would_work() -> N
     with pytest.raises(InputError, match="use cp_comm_type all_gather or at most 512 ranks"):
         small(parallelism=layout, batch__seq_length=2**21, model__mixture_of_experts=None)
     small(parallelism=layout | {"cp_comm_type": "all_gather"}, batch__seq_length=2**21, model__mixture_of_experts=None)
+
+
+def test_a_world_larger_than_any_is_one_sentence() -> None:
+    with pytest.raises(InputError, match=r"parallelism\.world_size: input should be less than or equal to 1048576"):
+        small(parallelism={"world_size": 2**40})
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"recompute": None}, r"recompute: should be a mapping of keys to values \(got None\)"),
+        ({"batch": [1, 2]}, r"batch: should be a mapping of keys to values \(got a list of 2\)"),
+    ],
+)
+def test_a_part_that_is_no_mapping_is_one_sentence(part: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        small(**part)

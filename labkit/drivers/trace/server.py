@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PhaseCallback = Callable[[int, str], None]
 
 _ENDED = "the trace server ended"
+_MOST_RANKS = 2**16
+"""A minute and a half of `torch.distributed.new_group`."""
 _RESTARTS = 1
 """Of a process that was killed: what kills the second one too is no accident."""
 
@@ -103,7 +105,7 @@ class TraceServer:
         The ranks of a pipeline stage follow each other: stage s begins with rank s * world_size / pp.
 
         Raises:
-            InputError: there is no such rank.
+            InputError: there is no such rank, or there are too many.
             WorkError: the trace failed, or it cannot trace that runtime; one sentence says in which phase and why.
         """
         from labkit.drivers.trace.results import load
@@ -111,6 +113,9 @@ class TraceServer:
         world_size = workload.parallelism.world_size
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} does not exist; use one from 0 to {world_size - 1}")
+        if world_size > _MOST_RANKS:
+            reason = f"a trace builds the groups of all ranks, and {world_size} are more than {_MOST_RANKS}"
+            raise InputError(f"{workload.model.name}: {reason}; use labkit estimate")
         if workload.training.runtime != "megatron":
             reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
             raise WorkError(f"{workload.model.name}: {reason}; use labkit estimate")
