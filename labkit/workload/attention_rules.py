@@ -40,6 +40,23 @@ def _heads(workload: "Workload") -> Iterator[Finding]:
     if groups % tp and tp % groups:
         reason = f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size ({tp})"
         yield Finding("error", "model.num_query_groups", reason, f"use a multiple or a divisor of {tp}")
+    if workload.training.runtime == "megatron":
+        yield from _one_token(workload)
+
+
+def _one_token(workload: "Workload") -> Iterator[Finding]:
+    """`get_qkv_layout`: the values of one head of one token are contiguous as they lie in the packed projection.
+
+    They are not copied out of it, and Transformer Engine knows no layout with their offset, unless queries and keys lie
+    beside them.
+    """
+    model, batch, tp = workload.model, workload.batch, workload.parallelism.tp
+    if batch.seq_length * batch.micro_batch_size > 1 or model.key_value_heads > tp:
+        return
+    moved = model.position_embedding_type == "rope" or model.qk_layernorm or model.attention_output_gate
+    if moved or model.num_attention_heads > tp:
+        reason = "Transformer Engine knows no layout of a single token with one key-value head on a rank"
+        yield Finding("error", "batch.seq_length", reason, "use more tokens or more num_query_groups")
 
 
 def _latent(workload: "Workload") -> Iterator[Finding]:
@@ -96,9 +113,9 @@ def _context(workload: "Workload") -> Iterator[Finding]:
     if backend == "unfused":
         reason = "unfused attention has no context parallelism"
         yield Finding("error", "training.kernels.attention_backend", reason, "use fused or context_parallel_size 1")
-    elif backend == "flash":
-        reason = "flash with context parallelism is not supported by this version of labkit"
-        yield Finding("error", "training.kernels.attention_backend", reason, "use fused")
+    elif backend == "flash" and layout.cp_comm_type == "all_gather":
+        reason = "flash with all_gather is not supported by this version of labkit"
+        yield Finding("error", "parallelism.cp_comm_type", reason, "use p2p, a2a or attention_backend fused")
     if layout.cp_comm_type == "p2p" and cp > _LONGEST_RING:
         reason = f"the steps of a ring of {cp} ranks are more than are listed one by one"
         remedy = f"use cp_comm_type all_gather or at most {_LONGEST_RING} ranks"

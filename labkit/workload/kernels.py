@@ -21,13 +21,15 @@ class LengthChoices(NamedTuple):
     """How a model runs at one pair of micro-batch size and sequence length."""
 
     one_sequence: bool
-    """A micro-batch of one: to swap its batch and sequence dimensions is no copy."""
+    """One sequence, or sequences of one token: to swap its batch and sequence dimensions is no copy."""
     softmax_kernel: bool
     """Unfused attention runs Transformer Engine's softmax kernel, not PyTorch's."""
     prepare_kernel: bool
     """Transformer Engine's own kernel unpacks interleaved queries, keys and values for flash-attention."""
     flash_splits: int
     """Parts of the keys that flash-attention's forward works on side by side."""
+    flash_splits_of_half: int
+    """The same for the late half of a context-parallel rank's queries."""
     learned_positions: int
     """Rows of the table of learned positions: Megatron's `max_sequence_length`."""
 
@@ -36,14 +38,23 @@ def length_choices(workload: "Workload") -> LengthChoices:
     """What one rank's attention decides by its lengths; in a sweep's arrays of lengths, which agree, by the first."""
     model = workload.model
     batch, sequence = _first(workload.batch.micro_batch_size), _first(workload.batch.seq_length)
-    heads = model.num_attention_heads // workload.parallelism.tp
-    multiprocessors = GPUS[workload.training.gpu].multiprocessors
+    layout = workload.parallelism
+    heads, cp = model.num_attention_heads // layout.tp, layout.cp
+    # What one kernel sees: all rows of some heads, or some rows of all heads.
+    swapped = cp > 1 and layout.cp_comm_type == "a2a"
+    rows, heads_seen = (sequence, max(1, heads // cp)) if swapped else (max(1, sequence // cp), heads)
+    width, multiprocessors = model.widest_head, GPUS[workload.training.gpu].multiprocessors
+    # `set_params_splitkv`: keys are not split where probabilities are dropped.
+    whole, half = (
+        1 if model.attention_dropout else flash_splits(batch, heads_seen, (queries, rows), width, multiprocessors)
+        for queries in (rows, max(1, rows // 2))
+    )
     return LengthChoices(
-        batch == 1,
+        batch == 1 or sequence == 1,
         softmax_kernel_takes(batch, heads, sequence),
-        batch * sequence >= _FEWEST_PREPARED_ROWS,
-        # `set_params_splitkv`: keys are not split where probabilities are dropped.
-        1 if model.attention_dropout else flash_splits(batch, heads, sequence, model.widest_head, multiprocessors),
+        batch * (sequence // cp) >= _FEWEST_PREPARED_ROWS,
+        whole,
+        half,
         sequence if model.position_embedding_type == "learned_absolute" else 0,
     )
 
@@ -57,13 +68,14 @@ def softmax_kernel_takes(batch: int, heads: int, sequence: int) -> bool:
     return 16 < sequence < 16384 and sequence % 8 == 0 and batch * heads % 4 == 0
 
 
-def flash_splits(batch: int, heads: int, sequence: int, width: int, multiprocessors: int) -> int:
-    """flash-attention 2.8, `flash_api.cpp`: `set_params_splitkv` and `num_splits_heuristic`, self-attention.
+def flash_splits(batch: int, heads: int, rows: tuple[int, int], width: int, multiprocessors: int) -> int:
+    """flash-attention 2.8, `flash_api.cpp`: `set_params_splitkv` and `num_splits_heuristic`; rows of queries, of keys.
 
     Where the query blocks alone would not fill the GPU, the keys are split; each part's output is an fp32 tensor.
     """
     block = 256 if width <= 64 else 128 if width <= 128 else 64
-    key_blocks, query_blocks = ceil(sequence / block), batch * heads * ceil(sequence / 64)
+    queries, keys = rows
+    key_blocks, query_blocks = ceil(keys / block), batch * heads * ceil(queries / 64)
     places = multiprocessors * _THREAD_BLOCKS_OF_MULTIPROCESSOR
     if query_blocks >= 0.8 * places:
         return 1

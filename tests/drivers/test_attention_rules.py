@@ -42,11 +42,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "2 ranks cannot share the 3 of a tensor-parallel rank",
     ),
     ({"batch.seq_length": 255}, "2 does not divide a rank's tokens under sequence_parallel (255)"),
+    (
+        {
+            "batch.seq_length": 1,
+            "batch.micro_batch_size": 1,
+            "model.num_query_groups": 1,
+            "parallelism.tensor_model_parallel_size": 1,
+            "parallelism.sequence_parallel": False,
+        },
+        "no layout of a single token",
+    ),
 ]
 NOT_RUN: list[tuple[dict[str, Any], str]] = [
     ({"model.kv_channels": 100}, "the fused kernel takes heads of a multiple of 8 elements up to 256, not 100"),
     ({"model.rotary_percent": 0.001}, "0.001 of a head of 64 elements is none"),
-    (CONTEXT | {"training.kernels.attention_backend": "flash"}, "flash with context parallelism is not supported"),
+    (
+        CONTEXT | {"training.kernels.attention_backend": "flash", "parallelism.cp_comm_type": "all_gather"},
+        "flash with all_gather is not supported",
+    ),
 ]
 """What compiled code refuses, or labkit alone."""
 ACCEPTED: list[dict[str, Any]] = [

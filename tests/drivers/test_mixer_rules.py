@@ -58,7 +58,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 NOT_BUILT = [
     (hybrid, {"model.hybrid_layer_pattern": "ME*-M"}, "it names 5 layers but num_layers is 6"),
-    (hybrid, {"model.hybrid_layer_pattern": "ME|-ME"}, "'|' (pipeline stages) is not supported"),
+    (hybrid, {"model.hybrid_layer_pattern": "MEM|-ME"}, "it marks stages but there is one"),
     (hybrid, {"model.hybrid_layer_pattern": "ME+-ME"}, "the pattern's + layers have no sizes"),
     (hybrid, {"model.mamba": None}, "the pattern's M layers have no sizes; give model.mamba"),
     (gdn, {"model.gated_delta_net.linear_attention_freq": None}, "nothing says which layers are gated delta net"),

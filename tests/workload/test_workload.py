@@ -172,6 +172,13 @@ DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_
         {"model__gated_linear_unit": False, "model__activation_func": "gelu"} | DENSE,
         {"model__hidden_dropout": 1.0},
         {"model__mtp_num_layers": 1, "recompute": full("uniform", 2)},
+        {
+            "model__multi_latent_attention": None,
+            "model__num_query_groups": 1,
+            "parallelism__tensor_model_parallel_size": 1,
+            "parallelism__sequence_parallel": False,
+            "batch__seq_length": 1,
+        },
         {"model__mtp_num_layers": 1, "model__position_embedding_type": "learned_absolute"},
         {"model__hybrid_layer_pattern": "+E/+E"},
         {"model__hybrid_layer_pattern": "+E/+E", "model__mtp_num_layers": 2},

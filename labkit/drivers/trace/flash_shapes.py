@@ -23,12 +23,12 @@ def _rounded_width(width: int) -> int:
     return -(-width // 32) * 32 if width <= 192 else 256
 
 
-def _forward(query: Tensor, dropout: float, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, dropout: float, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
     """(output, log-sum-exp, RNG state) of `mha_fwd`; with split keys, fp32 outputs of each split while it runs."""
     batch, rows, heads, width = query.shape
     output = torch.empty_like(query)
     statistics = torch.empty(batch, heads, rows, dtype=torch.float32, device=query.device)
-    splits = 1 if dropout else flash_splits(batch, heads, rows, width, multiprocessors)
+    splits = 1 if dropout else flash_splits(batch, heads, (rows, key.shape[1]), width, multiprocessors)
     if splits > 1:
         shape = (splits, batch, heads, rows)
         _parts = [
@@ -39,16 +39,21 @@ def _forward(query: Tensor, dropout: float, multiprocessors: int) -> tuple[Tenso
 
 
 def _backward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `mha_bwd`; while it runs, fp32 sums of dQ, and dK and dV of every query head."""
-    batch, rows, heads, width = query.shape
+    """Gradients of `mha_bwd`."""
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _scratch(query, key)
+    return gradients
+
+
+def _scratch(query: Tensor, key: Tensor) -> None:
+    """What `mha_bwd` holds while it runs: fp32 sums of dQ, and dK and dV of every query head."""
+    batch, rows, heads, width = query.shape
     padded = -(-rows // _ROWS_OF_A_BLOCK) * _ROWS_OF_A_BLOCK
     wide = [(batch, heads, padded), (batch, padded, heads, _rounded_width(width))]
     scratch = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in wide]
     if key.shape[2] != heads:
         every_head = (batch, key.shape[1], heads, width)
         scratch += [torch.empty(every_head, dtype=key.dtype, device=key.device) for _ in range(2)]
-    return gradients
 
 
 class _FlashAttnFunc(torch.autograd.Function):
@@ -56,7 +61,7 @@ class _FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int) -> Tensor:
-        output, statistics, state = _forward(query, dropout, multiprocessors)
+        output, statistics, state = _forward(query, key, dropout, multiprocessors)
         ctx.save_for_backward(query, key, value, output, statistics, state)
         return output
 
@@ -75,7 +80,17 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *rest: Any, **options: Any) -> Any:
         return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors)
 
+    def flash_attn_fwd(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Any:
+        output, statistics, state = _forward(query, key, dropout_p, gpu.multiprocessors)
+        return output, statistics, None, state
+
+    def flash_attn_bwd(gradient: Tensor, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> None:
+        _scratch(query, key)
+
     yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
+    # What context parallelism calls: `_flash_attn_forward` and `_flash_attn_backward` of the package.
+    yield Replacement(backends, "_flash_attn_fwd", flash_attn_fwd, "output, log-sum-exp, RNG state; see this file")
+    yield Replacement(backends, "_flash_attn_bwd", flash_attn_bwd, "what `_scratch` says: gradients are given")
     versions = ("v2_plus", "v2_1_plus", "v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_plus", "v2_5_7_plus")
     for name in ("is_installed", *versions, "v2_6_0_plus", "v2_7_0_plus"):
         yield Replacement(found, name, True, NOTHING)

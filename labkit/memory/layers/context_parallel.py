@@ -1,19 +1,35 @@
-"""Fused attention whose sequence is split over ranks (Transformer Engine `context_parallel.py`), on rank 0.
+"""Attention whose sequence is split over ranks (Transformer Engine `context_parallel.py`), on rank 0.
 
 Every rank has an early and a late chunk of each sequence, equally many rows. Causal attention of rank 0, which has the
 very first chunk, needs the others' keys for its late half alone.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import Buffer, Free, Tape, Value
 
 
-def context_parallel_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], exchange: str, flops: int) -> Value:
+class Kernel(NamedTuple):
+    """An attention kernel, and what it holds while it runs beside its outputs or the gradients."""
+
+    name: str
+    forward: Callable[[Sizes, int, int, int, int], list[Buffer]]
+    """Of query heads, their rows, their width and the parts that keys are split into."""
+    backward: Callable[[Sizes, int, int, int, int], list[Buffer]]
+    """Of query heads, key-value heads, rows and width."""
+
+
+FUSED = Kernel("fused_attention", lambda *_: [], lambda *_: [])
+"""cuDNN's, whose own workspace is not priced."""
+
+
+def context_parallel_attention(
+    tape: Tape, sizes: Sizes, qkv: Sequence[Value], exchange: str, flops: int, kernel: Kernel
+) -> Value:
     """From query, key and value (tokens, heads, width) to (tokens, heads x value width), by `cp_comm_type`."""
-    with tape.module("fused_attention"):
-        return _EXCHANGES[exchange](tape, sizes, qkv, flops)
+    return _EXCHANGES[exchange](tape, sizes, qkv, flops, kernel)
 
 
 def _row(x: Value) -> int:
@@ -27,7 +43,7 @@ def _statistics(tape: Tape, sizes: Sizes, heads: int, rows: int) -> tuple[Value,
     return lse, tape.value("rng_state", (2,), "int64", grad=False)
 
 
-def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kernel: Kernel) -> Value:
     """Keys and values go round in a ring (`AttnFuncWithCPAndKVP2P`): keeps q, the last of them, output, statistics."""
     query, key, value = qkv
     heads, row = query.shape[1], _row(key) + _row(value)
@@ -47,7 +63,14 @@ def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) 
         parts = 1 if step == 0 else 2
         out = tape.value("output_of_step", (sizes.tokens // parts, heads, value.shape[-1]), grad=False)
         lse, state = _statistics(tape, sizes, heads, sizes.sequence // parts)
-        tape.op("fused_attention", [query, buffers[step]], [out, lse, state], flops=flops // sizes.cp)
+        splits = sizes.choices.flash_splits if parts == 1 else sizes.choices.flash_splits_of_half
+        tape.op(
+            kernel.name,
+            [query, buffers[step]],
+            [out, lse, state],
+            temporaries=kernel.forward(sizes, heads, sizes.sequence // parts, query.shape[-1], splits),
+            flops=flops // sizes.cp,
+        )
         tape.hold([*outputs[max(0, step - 2) : step - 1], *statistics[max(0, step - 2) : step - 1]])
         outputs.append(out)
         statistics.append(lse)
@@ -74,13 +97,14 @@ def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) 
             tape.buffer("late_softmax_lse", (sizes.batch, heads, sizes.sequence // 2), "fp32"),
             tape.buffer("other_key_value", pair.shape),
             *(tape.buffer(f"{part.name}_gradient_of_step", part.shape) for part in qkv),
+            *kernel.backward(sizes, heads, key.shape[1], sizes.sequence, query.shape[-1]),
         ],
     )
     tape.hold([*buffers[-2:], *outputs[-2:], *statistics[-2:], *states])
     return out
 
 
-def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kernel: Kernel) -> Value:
     """Ranks swap rows for heads and back (`AttnFuncWithCPAndQKVOA2A`): keeps what the kernel saw and its statistics."""
     query, key, value = qkv
     heads, width = query.shape[1] // sizes.cp, value.shape[-1]
@@ -99,7 +123,9 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> V
     )
     inner = tape.value("kernel_output", (sizes.tokens * sizes.cp, heads, width), grad=False)
     lse, state = _statistics(tape, sizes, heads, sizes.sequence * sizes.cp)
-    tape.op("fused_attention", whole, [inner, lse, state], flops=flops)
+    rows, splits = sizes.sequence * sizes.cp, sizes.choices.flash_splits
+    temporaries = kernel.forward(sizes, heads, rows, query.shape[-1], splits)
+    tape.op(kernel.name, whole, [inner, lse, state], temporaries=temporaries, flops=flops)
     out = tape.value("output", (sizes.tokens, query.shape[1] * width))
     gradients = [tape.buffer(f"{part.name}_gradient", part.shape) for part in whole]
     ordered = [tape.buffer(f"{part.name}_gradient_sent", part.shape) for part in qkv]
@@ -114,6 +140,7 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> V
         backward_temporaries=[
             tape.buffer("output_gradient", out.shape),
             *gradients,
+            *_during(kernel.backward(sizes, heads, whole[1].shape[1], rows, query.shape[-1])),
             *ordered,
             tape.buffer("received", (sizes.tokens, under_way)),
         ],
@@ -123,7 +150,12 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> V
     return out
 
 
-def _all_gather(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+def _during(buffers: list[Buffer]) -> list[Buffer | Free]:
+    """Buffers that are free again before what follows them in a list of temporaries."""
+    return [*buffers, *(Free(each.name) for each in buffers)]
+
+
+def _all_gather(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kernel: Kernel) -> Value:
     """Every rank gathers all keys and values (`AttnFuncWithCPAndKVAllGather`), again in backward: keeps its own."""
     query, key, value = qkv
     tokens, heads, width = sizes.tokens, query.shape[1], value.shape[-1]
@@ -139,7 +171,7 @@ def _all_gather(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> V
     kept: list[Value] = []
     for half in halves:
         lse, state = _statistics(tape, sizes, heads, sizes.sequence // 2)
-        tape.op("fused_attention", [query, *ordered], [half, lse, state], flops=flops // 2)
+        tape.op(kernel.name, [query, *ordered], [half, lse, state], flops=flops // 2)
         kept += [lse, state]
     # Gradients of all keys and values, in this rank's order, are reduced to those of its own.
     sums = [tape.view(part, part.name, whole.shape) for part, whole in zip((key, value), gathered, strict=True)]
@@ -164,7 +196,7 @@ def _all_gather(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> V
     return out
 
 
-_EXCHANGES: dict[str, Callable[[Tape, Sizes, Sequence[Value], int], Value]] = {
+_EXCHANGES: dict[str, Callable[[Tape, Sizes, Sequence[Value], int, Kernel], Value]] = {
     "p2p": _point_to_point,
     "a2a": _all_to_all,
     "all_gather": _all_gather,

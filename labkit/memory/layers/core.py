@@ -5,7 +5,7 @@ Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product
 
 from collections.abc import Callable, Sequence
 
-from labkit.memory.layers.context_parallel import context_parallel_attention
+from labkit.memory.layers.context_parallel import FUSED, context_parallel_attention
 from labkit.memory.layers.flash import as_packed, flash_attention, interleaved
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
@@ -19,15 +19,19 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
     view is copied first (`get_qkv_layout`).
     """
-    qkv = [query, key, value]
-    if interleaved(qkv) is None or sizes.cp > 1:
+    qkv, backend = [query, key, value], workload.training.kernels.attention_backend
+    if interleaved(qkv) is None or (sizes.cp > 1 and backend == "fused"):
         qkv = [_contiguous(tape, part) for part in qkv]
     _, heads, width = query.shape
     flops = sizes.batch * sizes.sequence**2 * sizes.cp * heads * (width + value.shape[-1])
-    if sizes.cp > 1:
-        out = context_parallel_attention(tape, sizes, qkv, workload.parallelism.cp_comm_type, flops)
+    exchange = workload.parallelism.cp_comm_type
+    if sizes.cp == 1:
+        out = _BACKENDS[backend](tape, sizes, qkv, flops)
+    elif backend == "flash":
+        out = flash_attention(tape, sizes, qkv, flops, exchange)
     else:
-        out = _BACKENDS[workload.training.kernels.attention_backend](tape, sizes, qkv, flops)
+        with tape.module("fused_attention"):
+            out = context_parallel_attention(tape, sizes, qkv, exchange, flops, FUSED)
     # Local variables of DotProductAttention.forward live until it returns.
     tape.hold(qkv)
     return out

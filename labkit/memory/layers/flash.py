@@ -2,63 +2,89 @@
 
 from collections.abc import Sequence
 
+from labkit.memory.layers.context_parallel import Kernel, context_parallel_attention
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import Buffer, Tape, Value
 
 _PREPARED_WIDTH = 128
 """Head width at which Transformer Engine unpacks `sbh3d` with a kernel of its own."""
 
 
-def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, exchange: str | None = None) -> Value:
     """Queries, keys and values with the batch first, the kernel, its output with the sequence first again.
 
-    Saves q, k, v, output, log-sum-exp, RNG state. Its heads have one width: narrower values (latent attention's) are
-    padded, and the output trimmed (`_pad_qkv_head_dim`, `_trim_output`).
+    Its heads have one width: narrower values (latent attention's) are padded, and the output trimmed
+    (`_pad_qkv_head_dim`, `_trim_output`). `exchange` is that of context-parallel ranks, if there are several.
     """
     value_width = qkv[2].shape[-1]
     width = max(part.shape[-1] for part in qkv)
-    query, key, value = (_padded(tape, part, width) for part in qkv)
-    heads = query.shape[1]
+    padded = [_padded(tape, part, width) for part in qkv]
     with tape.module("flash_attention"):
-        query, key, value = _batch_first(tape, sizes, [query, key, value])
-        statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence), "fp32", grad=False)
-        rng_state = tape.value("rng_state", (2,), "int64", grad=False)
-        out = tape.value("output", (sizes.tokens, heads * width))
-        # Rows in blocks of 128, and columns of 32.
-        rows = (sizes.sequence + 127) // 128 * 128
-        columns = -(-width // 32) * 32 if width <= 192 else 256
-        splits = sizes.choices.flash_splits
-        parts = [
-            tape.buffer("softmax_lse_accum", (splits, sizes.batch, heads, sizes.sequence), "fp32"),
-            tape.buffer("out_accum", (splits, sizes.batch, heads, sizes.sequence, columns), "fp32"),
-        ]
-        expanded = tape.buffer("expanded_gradient", (sizes.tokens, heads, width))
-        tape.op(
-            "flash_attention",
-            [query, key, value],
-            [out, statistics, rng_state],
-            saves=[query, key, value, out, statistics, rng_state],
-            temporaries=parts if splits > 1 else [],
-            backward_temporaries=[
-                tape.buffer("softmax_d", (sizes.batch, heads, rows), "fp32"),
-                tape.buffer("dq_accum", (sizes.batch, rows, heads, columns), "fp32"),
-                *([expanded, expanded] if key.shape[1] != heads else []),
-            ],
-            flops=flops,
-        )
+        parts = _batch_first(tape, sizes, padded)
+        if exchange is None:
+            out = _kernel(tape, sizes, parts, flops)
+        else:
+            out = context_parallel_attention(tape, sizes, parts, exchange, flops, _FLASH)
         if not sizes.choices.one_sequence:
             kernel_out, out = out, tape.value("output", out.shape)
             tape.op("contiguous", [kernel_out], [out], aliases=True)
         # Local variables of its forward.
-        tape.hold([query, key, value])
+        tape.hold(parts)
     if value_width == width:
         return out
+    heads = padded[0].shape[1]
     narrow = tape.view(out, "output", (sizes.tokens, heads, value_width))
     tape.op("slice", [out], [narrow])
     trimmed = tape.value("output", (sizes.tokens, heads * value_width))
     tape.op("reshape", [narrow], [trimmed], aliases=True)
-    tape.hold([query, key, value])
+    tape.hold(parts)
     return trimmed
+
+
+def _kernel(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
+    """`FlashAttnFunc`: saves q, k, v, output, log-sum-exp, RNG state."""
+    query, key, _ = qkv
+    _, heads, width = query.shape
+    statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence), "fp32", grad=False)
+    rng_state = tape.value("rng_state", (2,), "int64", grad=False)
+    out = tape.value("output", (sizes.tokens, heads * width))
+    tape.op(
+        "flash_attention",
+        qkv,
+        [out, statistics, rng_state],
+        saves=[*qkv, out, statistics, rng_state],
+        temporaries=_parts(sizes, heads, sizes.sequence, width, sizes.choices.flash_splits),
+        backward_temporaries=_sums(sizes, heads, key.shape[1], sizes.sequence, width),
+        flops=flops,
+    )
+    return out
+
+
+def _columns(width: int) -> int:
+    """`mha_fwd`, `mha_bwd`: columns in blocks of 32."""
+    return -(-width // 32) * 32 if width <= 192 else 256
+
+
+def _parts(sizes: Sizes, heads: int, rows: int, width: int, splits: int) -> list[Buffer]:
+    """What the forward kernel makes of each part of the keys, where it splits them."""
+    if splits == 1:
+        return []
+    shape = (splits, sizes.batch, heads, rows)
+    return [Buffer("softmax_lse_accum", shape, "fp32"), Buffer("out_accum", (*shape, _columns(width)), "fp32")]
+
+
+def _sums(sizes: Sizes, heads: int, key_heads: int, rows: int, width: int) -> list[Buffer]:
+    """What the backward kernel holds: sums in blocks of 128 rows, gradients of a key head for each query head."""
+    padded = (rows + 127) // 128 * 128
+    expanded = (sizes.batch * rows, heads, width)
+    return [
+        Buffer("softmax_d", (sizes.batch, heads, padded), "fp32"),
+        Buffer("dq_accum", (sizes.batch, padded, heads, _columns(width)), "fp32"),
+        *(Buffer(f"expanded_{name}", expanded, "bf16") for name in ("dk", "dv") if key_heads != heads),
+    ]
+
+
+_FLASH = Kernel("flash_attention", _parts, _sums)
 
 
 def _padded(tape: Tape, x: Value, width: int) -> Value:

@@ -95,5 +95,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "context parallel, all gather": CONTEXT | ALL_GATHER,
     "context parallel, all gather, core_attn": CONTEXT | ALL_GATHER | {"labels": ["core_attn"]},
     "four context ranks, all gather": FOUR_CONTEXTS | ALL_GATHER,
+    "flash, context parallel": FLASH | CONTEXT,
+    "flash, context parallel, core_attn": FLASH | CONTEXT | {"labels": ["core_attn"]},
+    "flash, context parallel, full uniform 1": FLASH | CONTEXT | {"full": ("uniform", 1)},
+    "flash, context parallel, one sequence, many heads": FLASH
+    | CONTEXT
+    | ONE_RANK
+    | {"batch.micro_batch_size": 1, "batch.seq_length": 2048, "model.num_query_groups": None},
+    "flash, four context ranks": FLASH | FOUR_CONTEXTS,
+    "flash, context parallel, all to all": FLASH | CONTEXT | ALL_TO_ALL,
+    "flash, four context ranks, all to all, core_attn": FLASH | FOUR_CONTEXTS | ALL_TO_ALL | {"labels": ["core_attn"]},
+    "flash, context parallel, no positions, many heads of 128": FLASH
+    | CONTEXT
+    | BARE
+    | {"model.num_query_groups": None, "model.kv_channels": 128},
     "short sequence": {"batch.seq_length": 256, "batch.micro_batch_size": 1},
 }
