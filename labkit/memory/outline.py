@@ -22,6 +22,7 @@ from labkit.workload.gpu import MIB
 _LARGE = 10 * MIB
 """From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
 _SEGMENT_UNIT = 2 * MIB
+_TOKEN_COUNT = rounded(DTYPE_BYTES["int32"])
 
 
 def block(nbytes: Any) -> Any:
@@ -123,6 +124,13 @@ class _Levels:
     def zero_gradients(self) -> None:
         if self._iteration:
             self._meter.add(self._state.zero_gradients)
+
+    def count_tokens(self, begins: bool) -> None:
+        if begins:
+            self._meter.add(Change(_TOKEN_COUNT, _TOKEN_COUNT))
+            self.retained = self.retained + _TOKEN_COUNT
+        else:
+            self._meter.add(Change(0, -_TOKEN_COUNT))
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         self._meter.keep(chunk, tensor)

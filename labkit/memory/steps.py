@@ -24,6 +24,9 @@ class Books(Protocol):
     def zero_gradients(self) -> None:
         """A step begins."""
 
+    def count_tokens(self, begins: bool) -> None:
+        """A schedule begins or returns, which counts tokens in a scalar (`total_num_tokens`)."""
+
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         """Variables of the schedule keep a tensor at an end of the chunk."""
 
@@ -53,6 +56,8 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
     for iteration in range(1, ITERATIONS + 1):
         books.zero_gradients()
         books.enter(iteration, "forward")
+        if workload.training.runtime == "megatron":
+            books.count_tokens(begins=True)
         for phase, index, microbatch, tensor in passes(workload, stage):
             chunk = model[index]
             if tensor is not None:
@@ -70,6 +75,8 @@ def run_steps(workload: Workload, stage: int, model: list[Chunk], loss: Chunk | 
             elif workload.training.steps_optimizer:
                 books.enter(iteration, phase)
                 books.sync_gradients()
+        if workload.training.runtime == "megatron":
+            books.count_tokens(begins=False)
         books.caller_lets_go()
         if workload.training.steps_optimizer:
             books.enter(iteration, "optimizer")

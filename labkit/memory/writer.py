@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from labkit.ledger import rounded
 from labkit.memory.book import Book
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
@@ -21,6 +22,7 @@ from labkit.memory.script import (
     once_key,
 )
 from labkit.memory.state import State
+from labkit.memory.tape import DTYPE_BYTES
 from labkit.memory.units import Chunk, Unit
 
 
@@ -44,6 +46,7 @@ class Writer:
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
         self._kept: dict[Boundary, int] = {}
         """Entries that variables of the schedule keep."""
+        self._token_count = -1
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
@@ -68,6 +71,14 @@ class Writer:
     def step(self) -> None:
         """The optimizer steps."""
         self._state.step(self._book)
+
+    def count_tokens(self, begins: bool) -> None:
+        """A schedule begins or returns."""
+        if begins:
+            name, nbytes = "total_num_tokens", rounded(DTYPE_BYTES["int32"])
+            self._token_count = self._book.open(name, (), "int32", nbytes, module="", kind="input")
+        else:
+            self._book.close(self._token_count)
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         """Variables of the schedule keep a tensor at an end of the chunk."""
