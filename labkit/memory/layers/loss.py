@@ -75,12 +75,11 @@ def _megatron(tape: Tape, sizes: Sizes, logits: Value, *, compiled: bool) -> Val
 def mean_loss(tape: Tape, sizes: Sizes, loss: Value, loss_mask: Value) -> None:
     """Mean over the tokens that count (`loss_func`, `forward_step_calc_loss`): saves the mask and their number.
 
-    The schedule keeps the loss until its backward is done, the report, and the number of tokens of the whole step.
+    The schedule keeps the loss until its backward is done, the report, and the number of tokens.
     """
     mean = tape.value("mean_loss", (1,), "fp32")
     report = tape.value("report", (2,), "fp32", grad=False)
-    names = ("num_tokens", "clamped_num_tokens", "total_num_tokens")
-    counts = [tape.value(name, (1,), "int32", grad=False) for name in names]
+    counts = [tape.value(name, (1,), "int32", grad=False) for name in ("num_tokens", "clamped_num_tokens")]
     outputs = [mean, report, *counts]
     tape.op(
         "mean_loss",
