@@ -11,11 +11,11 @@ from labkit.ledger import rounded
 from labkit.memory.meter import Change, Integers, Meter, Pool
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
-from labkit.memory.state import State, StateBook
+from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.tape import DTYPE_BYTES, Shape
 from labkit.memory.units import Chunk, chunks, loss_chunk, weights
-from labkit.memory.weights import Act, Tensors
+from labkit.memory.weights import Act, StateBook, Tensors
 from labkit.workload import Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
 

@@ -9,46 +9,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Protocol
 
 import numpy as np
 
-from labkit.ledger import Lifetime, rounded
+from labkit.ledger import rounded
 from labkit.memory.library import built_with
 from labkit.memory.optimizer import ShardedOptimizer
-from labkit.memory.tape import DTYPE_BYTES, Shape, Value
-from labkit.memory.weights import About, Act, Integers, Tensors, Weights
+from labkit.memory.tape import DTYPE_BYTES, Value
+from labkit.memory.weights import About, Act, Integers, StateBook, Tensors, Weights
 from labkit.workload import Workload
 
 _PARAMETER_ALIGNMENT = 64
 """Elements; `pad_param_start`."""
 _BUCKET_ALIGNMENT = 128
 """Elements; `bucket_end_divisor`, with the data-parallel size."""
-
-
-class StateBook(Protocol):
-    """Whoever keeps the books of the static state: rows (`labkit.memory.book.Book`) or sums."""
-
-    def open(
-        self,
-        tensor: str,
-        shape: Shape,
-        dtype: str,
-        nbytes: int,
-        *,
-        module: str,
-        kind: str,
-        lifetime: Lifetime = ...,
-        count: int = ...,
-        stream: int = ...,
-    ) -> int:
-        """A new tensor, or `count` of `nbytes` together; returns its number."""
-
-    def close(self, number: int) -> None:
-        """The tensor is free from now on."""
-
-    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = ...) -> None:
-        """Do all the acts to one tensor after the other."""
 
 
 @dataclass(frozen=True, slots=True)
