@@ -4,6 +4,7 @@ Source: Megatron Core `pipeline_parallel/schedules.py`. Its variables are follow
 one of them refers to it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Literal, NamedTuple
 from labkit.workload import Workload
 
 type Kind = Literal["input", "input gradient", "output", "output gradient"]
+_KINDS: tuple[Kind, ...] = ("input", "input gradient", "output", "output gradient")
 
 
 class Boundary(NamedTuple):
@@ -58,8 +60,12 @@ class _Variables:
     """What the variables of a schedule refer to, and what of that only they keep alive."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Boundary] = {}
+        self._tensors: dict[str | Boundary, Boundary] = {}
+        """By the variable's name; by the tensor itself where a list has it."""
+        self._references: Counter[Boundary] = Counter()
         self._kept: set[Boundary] = set()
+        self._touched: set[tuple[int, int]] = set()
+        """Chunk and micro-batch of tensors that something has happened to since the last look."""
         self._under_way: set[tuple[int, int]] = set()
         """Chunk and micro-batch of forwards whose backward is not over."""
         self._latest: dict[int, int] = {}
@@ -71,6 +77,7 @@ class _Variables:
     def forward(self, chunk: int, microbatch: int) -> Iterator[Pass]:
         """A forward pass."""
         self._under_way.add((chunk, microbatch))
+        self._touched |= {(chunk, microbatch), (chunk, self._latest.get(chunk, microbatch))}
         self._latest[chunk] = microbatch
         yield from self.changes()
         yield Pass("forward", chunk, microbatch)
@@ -82,35 +89,51 @@ class _Variables:
         """
         received = Boundary("input", chunk, microbatch), Boundary("output gradient", chunk, microbatch)
         for tensor in received:
-            self._tensors.pop(str(tensor), None)  # the lists' entries
+            self._refer(tensor, None)  # the lists' entries
         gradients = {name: tensor for name, tensor in self._tensors.items() if tensor == received[1]}
         yield from self.assign(dict.fromkeys(gradients))
         yield Pass("backward", chunk, microbatch)
         self._under_way.remove((chunk, microbatch))
         self._over.add((chunk, microbatch))
+        self._touched |= {(chunk, microbatch), self._sent or (chunk, microbatch)}
         self._sent = (chunk, microbatch) if sends else None
         yield from self.assign(gradients)
 
-    def assign(self, values: Mapping[str, Boundary | None]) -> Iterator[Pass]:
+    def assign(self, values: Mapping[str | Boundary, Boundary | None]) -> Iterator[Pass]:
         """Names refer to other tensors, or to none."""
         for name, tensor in values.items():
-            self._tensors.pop(name, None)
-            if tensor is not None:
-                self._tensors[name] = tensor
+            self._refer(name, tensor)
         yield from self.changes()
+
+    def _refer(self, name: str | Boundary, tensor: Boundary | None) -> None:
+        before = self._tensors.pop(name, None)
+        if before is not None:
+            self._references[before] -= 1
+            self._touched.add(before[1:])
+        if tensor is not None:
+            self._tensors[name] = tensor
+            self._references[tensor] += 1
+            self._touched.add(tensor[1:])
 
     def changes(self) -> Iterator[Pass]:
         """What only variables keep since the last call, and what they do not any more."""
-        referred = set(self._tensors.values())
-        # A tensor's gradient goes where it goes.
-        gradients = {each._replace(kind="input gradient") for each in referred if each.kind == "input"}
-        referred |= {each for each in gradients if each[1:] in self._over}
-        alone = {each for each in referred if not self._kept_elsewhere(each)}
-        for each in sorted(alone - self._kept):
-            yield Pass("keep", each.chunk, each.microbatch, each)
-        for each in sorted(self._kept - alone):
-            yield Pass("free", each.chunk, each.microbatch, each)
-        self._kept = alone
+        looked_at = sorted(Boundary(kind, *run) for run in self._touched for kind in _KINDS)
+        self._touched.clear()
+        alone = {each for each in looked_at if self._is_referred(each) and not self._kept_elsewhere(each)}
+        for each in looked_at:
+            if each in alone and each not in self._kept:
+                yield Pass("keep", each.chunk, each.microbatch, each)
+        for each in looked_at:
+            if each in self._kept and each not in alone:
+                yield Pass("free", each.chunk, each.microbatch, each)
+        self._kept.difference_update(looked_at)
+        self._kept |= alone
+
+    def _is_referred(self, tensor: Boundary) -> bool:
+        if tensor.kind == "input gradient":
+            # It goes where its tensor goes.
+            return tensor[1:] in self._over and self._references[tensor._replace(kind="input")] > 0
+        return self._references[tensor] > 0
 
     def _kept_elsewhere(self, tensor: Boundary) -> bool:
         run = tensor.chunk, tensor.microbatch
@@ -123,7 +146,8 @@ class _Variables:
     def end(self) -> Iterator[Pass]:
         """The schedule reduces gradients, then returns."""
         yield Pass("grad_sync")
-        self._tensors.clear()
+        for name in tuple(self._tensors):
+            self._refer(name, None)
         yield from self.changes()
 
 
@@ -236,7 +260,7 @@ class _Interleaved:
         microbatch = self._received.get((kind, chunk), 0)
         self._received[kind, chunk] = microbatch + 1
         tensor = Boundary(kind, chunk, microbatch)
-        yield from self._variables.assign(dict.fromkeys((str(tensor), *variables), tensor))
+        yield from self._variables.assign(dict.fromkeys((tensor, *variables), tensor))
 
     def _next_chunk(self, kind: Kind, position: int, last: int | None) -> int | None:
         """The chunk that the next tensor is for; None: nothing is received (`recv_tensor_from_previous_stage`).
