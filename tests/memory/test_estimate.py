@@ -53,9 +53,9 @@ def test_every_byte_of_the_peak_is_explained(control: Estimate) -> None:
 
 
 def test_ends_the_step_as_it_began(control: Estimate) -> None:
-    """Nothing leaks: what is alive before the last step is alive after its backward, no more."""
+    """Nothing leaks: what is alive before the last step is alive when its gradients are reduced, no more."""
     ledger = control.ledger
-    after = ledger.at(ledger.start(2, "grad_sync") - 1)
+    after = ledger.at(ledger.start(2, "optimizer") - 1)
     assert after.total() == ledger.between_steps().total()
 
 
