@@ -46,11 +46,15 @@ StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", show_defaul
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _folder(text: str) -> Path:
-    """A folder's name from the command line; an empty one would silently mean the current folder."""
+def _named(text: str) -> str:
+    """A name from the command line; an empty one would silently mean the current folder, or the control."""
     if not text.strip():
-        raise typer.BadParameter("it is empty; give the name of a folder")
-    return Path(text)
+        raise typer.BadParameter("it is empty; give a name")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_named(text))
 
 
 def _source(text: str) -> str:
@@ -67,10 +71,10 @@ def _source(text: str) -> str:
 StoreOption = Annotated[
     Path | None,
     typer.Option(
-        "--store", metavar="DIR", parser=_folder, help="Folder of the result files.", show_default="results/NAME"
+        "--store", metavar="DIR", parser=_path, help="Folder of the result files.", show_default="results/NAME"
     ),
 ]
-ProfilesOption = Annotated[Path, typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of profiles.")]
+ProfilesOption = Annotated[Path, typer.Option("--profiles", metavar="DIR", parser=_path, help="Folder of profiles.")]
 StageOption = Annotated[
     int | None,
     typer.Option("--stage", min=0, help="Which pipeline stage.", show_default="the one that holds most"),
@@ -85,7 +89,7 @@ def estimate(
     workload: WorkloadArgument,
     profiles: Annotated[
         Path | None,
-        typer.Option("--profiles", metavar="DIR", parser=_folder, help="Folder of measured peaks that may raise it."),
+        typer.Option("--profiles", metavar="DIR", parser=_path, help="Folder of measured peaks that may raise it."),
     ] = None,
     stage: StageOption = None,
     json: JsonOption = False,
@@ -145,7 +149,8 @@ def compare(
 def study_run(
     study: StudyArgument,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="LABEL", help="Only this candidate; may be repeated.")
+        list[str] | None,
+        typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate; may be repeated."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
     workers: WorkersOption = None,
@@ -209,7 +214,14 @@ def report(
     study: StudyArgument,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", show_default="figures/NAME.html", help="Where the report goes."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            parser=_path,
+            show_default="figures/NAME.html",
+            help="Where the report goes.",
+        ),
     ] = None,
 ) -> None:
     """Run what is missing of a study and write its report: one self-contained HTML file."""

@@ -220,6 +220,8 @@ def test_control_characters_do_not_reach_the_terminal(labkit: Command, tmp_path:
         (("estimate", "--jsn", "x"), "No such option: --jsn"),
         (("study", "run", "--workers", "0", "x"), "'--workers'"),
         (("study", "run", "--store", "", "x"), "Invalid value for '--store': it is empty"),
+        (("study", "run", "--only", "", "x"), "Invalid value for '--only': it is empty"),
+        (("report", "--output", "", "x"), "it is empty; give a name"),
         (("estimate", "--profiles", " ", "x"), "Invalid value for '--profiles': it is empty"),
         (("estimate", "--profiles", "nowhere", str(MOONLIGHT)), "nowhere: no folder of profiles"),
         (

@@ -13,9 +13,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 
 from labkit.errors import InputError, WorkError
 from labkit.files import read_regular, write_atomically
@@ -33,7 +33,7 @@ class Observation(Part):
 
     schema_name: Literal["labkit.profile/1"] = "labkit.profile/1"
     workload: Workload
-    peak_allocated_bytes: PositiveInt
+    peak_allocated_bytes: Annotated[int, Field(gt=0, le=2**62)]
     """The largest over ranks and phases: `torch.cuda.max_memory_allocated`."""
     certainty: Literal["measured", "traced"]
     """measured: on a GPU; traced: by `labkit trace`."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from labkit.errors import InputError, WorkError
 from labkit.memory.estimate import Estimate, estimate
@@ -237,3 +238,8 @@ def test_any_number_of_sequences_is_looked_up_at_once(tmp_path: Path) -> None:
     Profiles(tmp_path / "p").learn(observed(work(micro_batch_size=2**40), PEAK))
     assert Profiles(tmp_path / "p").floor(work(micro_batch_size=2**40)) is not None
     assert Profiles(tmp_path / "p").floor(work(micro_batch_size=2**39)) is None
+
+
+def test_a_peak_that_no_machine_counts_is_refused() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        observed(work(), 10**30)
