@@ -5,6 +5,8 @@ operation's backward makes the gradients of its inputs, then lets go of its outp
 gradients that meet are added in place where nothing else needs the one that came first (`InputBuffer::accumulate`).
 """
 
+from collections.abc import Sequence
+
 from labkit.memory.library import workspaces
 from labkit.memory.recompute import Region
 from labkit.memory.script import (
@@ -28,19 +30,21 @@ from labkit.memory.script import (
     Slot,
     once_key,
 )
-from labkit.memory.tape import GRADIENTS, NOTHING, Op, Tape, Value
+from labkit.memory.tape import GRADIENTS, NOTHING, Free, Op, Tape, Value
 
 
 class _Storage:
     """Memory with a reference count; `slot` is None while it is discarded."""
 
-    __slots__ = ("held", "references", "slot")
+    __slots__ = ("held", "references", "slot", "viewed")
 
     def __init__(self, slot: int) -> None:
         self.slot: int | None = slot
         self.references = 1
         self.held = 0
         """References that outlive the pass: module attributes and their graphs."""
+        self.viewed = False
+        """A gradient known by a view, whose base autograd does not see."""
 
 
 def play(
@@ -201,7 +205,8 @@ class _Player:
         if op.caches:
             self._cache(op)
             return
-        temporaries = [self._open(value, value.name) for value in op.temporaries]
+        temporaries: list[tuple[str, int]] = []
+        self._scratch(op.temporaries, temporaries)
         for value in op.outputs:
             if value.base is None:
                 self._make(value)
@@ -217,7 +222,7 @@ class _Player:
             self._hold(self._storages[value], f"{index} graph")
         for value in op.keeps:
             self._hold(self._storages[value.storage], OUTPUTS)
-        for slot in temporaries:
+        for _, slot in temporaries:
             self._steps.append((CLOSE, slot, ""))
         for value in self._ends.get(index, ()):
             # In a replay, what was made before the region belongs to the pass outside it.
@@ -323,21 +328,23 @@ class _Player:
                     self._release(packed)
 
     def _keep_graph(self, region: Region) -> None:
-        """Keep what a module attribute made in a replay holds on to until the module's next forward replaces it.
+        """Keep what module attributes made in a replay hold on to until their modules' next forward replaces them.
 
-        Its autograd graph is the replay's, which holds the region's detached inputs and their gradients (MoE
+        Their autograd graph is the replay's, which holds the region's detached inputs and their gradients (MoE
         dispatchers: `self.probs`).
         """
-        ops = self._tape.ops
-        for index in range(region.first, region.last + 1):
-            persists = any(value.differentiable for value in ops[index].persists)
-            if persists and self._innermost(index) is region:
-                gradients = [
-                    self._gradients[value] for value in self._region_values(region) if value in self._gradients
-                ]
-                for storage in (*self._inputs[region], *gradients):
-                    self._hold(storage, f"{index} graph")
-                return
+        persisting = [index for index in range(region.first, region.last + 1) if self._persists_graph(index, region)]
+        if not persisting:
+            return
+        gradients = [self._gradients[value] for value in self._region_values(region) if value in self._gradients]
+        for storage in (*self._inputs[region], *gradients):
+            for index in persisting:
+                self._hold(storage, f"{index} graph")
+
+    def _persists_graph(self, index: int, region: Region) -> bool:
+        """An operation's attributes lead to a graph, that of the replay of `region`."""
+        persists = self._tape.ops[index].persists
+        return any(value.differentiable for value in persists) and self._innermost(index) is region
 
     def _innermost(self, index: int) -> Region:
         """The innermost checkpoint around an operation."""
@@ -390,30 +397,31 @@ class _Player:
     def _backward_work(self, op: Op, flowing: list[_Storage]) -> list[tuple[Value, _Storage]]:
         """What an operation's backward allocates; returns the gradients of its inputs."""
         temporaries: list[tuple[str, int]] = []
-        gradients: list[tuple[Value, _Storage]] = []
-        for each in op.backward_temporaries:
-            if isinstance(each, Value):
-                temporaries.append((each.name, self._open(each, each.name)))
-            elif each is GRADIENTS:
-                gradients = self._input_gradients(op, flowing)
-            else:
-                done = next(entry for entry in temporaries if entry[0] == each.name)
-                temporaries.remove(done)
-                self._steps.append((CLOSE, done[1], ""))
-        if not op.backward_temporaries or GRADIENTS not in op.backward_temporaries:
-            gradients = self._input_gradients(op, flowing)
-        fused = self._fused_weight_gradients
-        weights = [] if op.weight_gradient is None or fused else self._weight_gradients(op, op.weight_gradient)
-        for slot in (*(slot for _, slot in temporaries), *weights):
-            self._steps.append((CLOSE, slot, ""))
+        weights: list[int] = []
+        listed, fused = op.backward_temporaries, self._fused_weight_gradients
+        here = listed.index(GRADIENTS) if GRADIENTS in listed else len(listed)
+        self._scratch(listed[:here], temporaries)
+        gradients = [(each, self._gradient(op, each, flowing)) for each in op.inputs if each.differentiable]
+        if op.weight_gradient is not None and not fused:
+            weights = self._weight_gradients(op, op.weight_gradient)
+        self._scratch(listed[here + 1 :], temporaries)
         if op.weight_gradient is not None and fused:
             # Fused into the gradient buffer a weight's gradient leaves autograd a cached dummy of the weight's shape
             # (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`).
             self._open_once(DUMMY, op.weight_gradient, DUMMY)
+        for slot in (*(slot for _, slot in temporaries), *weights):
+            self._steps.append((CLOSE, slot, ""))
         return gradients
 
-    def _input_gradients(self, op: Op, flowing: list[_Storage]) -> list[tuple[Value, _Storage]]:
-        return [(each, self._gradient(op, each, flowing)) for each in op.inputs if each.differentiable]
+    def _scratch(self, listed: Sequence[Value | Free], opened: list[tuple[str, int]]) -> None:
+        """Open temporaries into `opened`, names and slots, and free them, in order."""
+        for each in listed:
+            if isinstance(each, Value):
+                opened.append((each.name, self._open(each, each.name)))
+            else:
+                done = next(entry for entry in opened if entry[0] == each.name)
+                opened.remove(done)
+                self._steps.append((CLOSE, done[1], ""))
 
     def _leaf_gradient(self, op: Op, index: int, gradient: _Storage) -> _Storage:
         """A received tensor is a leaf: its gradient stays with it (`.grad`), a copy where others hold it.
@@ -437,13 +445,15 @@ class _Player:
             return self._retain(flowing[0])
         if op.gradient_in is not None:
             return self._retain(self._storages[op.gradient_in.storage])
-        return self._new(value, f"{value.name} gradient")
+        gradient = self._new(value, f"{value.name} gradient")
+        gradient.viewed = op.views_gradient
+        return gradient
 
     def _accumulate(self, value: Value, gradient: _Storage) -> None:
         before = self._gradients.get(value)
         if before is None:
             self._gradients[value] = gradient
-        elif before.references == 1 and before.slot != self._taken:
+        elif before.references == 1 and not before.viewed:
             self._release(gradient)
         else:
             self._gradients[value] = self._new(value, f"{value.name} gradient")

@@ -87,7 +87,7 @@ class Free(NamedTuple):
 
 
 GRADIENTS = Free("")
-"""In a list of backward's temporaries: here the gradients of the inputs are made; left out, after all of them."""
+"""In a list of backward's temporaries: here the gradients of inputs and weights are made; left out, after all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,10 +104,12 @@ class Op:
     outputs: tuple[Value, ...]
     saves: tuple[Value, ...]
     """Inputs and outputs kept until its backward is done."""
-    temporaries: tuple[Value, ...]
+    temporaries: tuple[Value | Free, ...]
     backward_temporaries: tuple[Value | Free, ...]
     aliases: bool
     """Backward hands its output's gradient on as the inputs' gradient: no new tensor."""
+    views_gradient: bool
+    """Backward returns views of new tensors: no other gradient is added into them."""
     gradient_in: Value | None
     """Saved value whose storage backward overwrites with the gradient of the first input."""
     weight: Shape | None
@@ -275,9 +277,10 @@ class Tape:
         outputs: Sequence[Value],
         *,
         saves: Sequence[Value] = (),
-        temporaries: Sequence[Buffer] = (),
+        temporaries: Sequence[Buffer | Free] = (),
         backward_temporaries: Sequence[Buffer | Free] = (),
         aliases: bool = False,
+        views_gradient: bool = False,
         gradient_in: Value | None = None,
         weight: Shape | None = None,
         weights: int = 1,
@@ -306,9 +309,10 @@ class Tape:
             tuple(inputs),
             tuple(outputs),
             tuple(saves),
-            tuple([self._scratch(buffer) for buffer in temporaries]),
-            tuple([each if isinstance(each, Free) else self._scratch(each) for each in backward_temporaries]),
+            self._scratches(temporaries),
+            self._scratches(backward_temporaries),
             aliases,
+            views_gradient,
             gradient_in,
             weight,
             weights,
@@ -331,6 +335,7 @@ class Tape:
                 self._layer,
                 self._kind,
                 aliases,
+                views_gradient,
                 weights,
                 library,
                 caches,
@@ -338,10 +343,14 @@ class Tape:
                 keeps_gradient,
                 None if weight is None else self._weight_shapes.setdefault(weight, index),
                 None if gradient_in is None else gradient_in.number,
-                tuple([each.name if isinstance(each, Free) else each.number for each in op.backward_temporaries]),
-                _numbers(inputs, outputs, saves, op.temporaries, persists, node_keeps, keeps),
+                _steps(op.temporaries),
+                _steps(op.backward_temporaries),
+                _numbers(inputs, outputs, saves, persists, node_keeps, keeps),
             )
         )
+
+    def _scratches(self, listed: Sequence[Buffer | Free]) -> tuple[Value | Free, ...]:
+        return tuple([each if isinstance(each, Free) else self._scratch(each) for each in listed])
 
     def _scratch(self, buffer: Buffer) -> Value:
         return self.value(buffer.name, buffer.shape, buffer.dtype, grad=False)
@@ -385,6 +394,11 @@ class _Within:
 
     def __exit__(self, *error: object) -> None:
         self._tape.leave(*self._before)
+
+
+def _steps(temporaries: Iterable[Value | Free]) -> tuple[int | str, ...]:
+    """Numbers of what is made and names of what is freed."""
+    return tuple([each.name if isinstance(each, Free) else each.number for each in temporaries])
 
 
 def _numbers(*groups: Iterable[Value]) -> tuple[int, ...]:

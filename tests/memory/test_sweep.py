@@ -13,6 +13,7 @@ from labkit.memory.outline import block, outline
 from labkit.memory.sweep import sweep, variations
 from labkit.memory.units import Unit, chunks
 from labkit.workload import RECOMPUTE_MODULES, Batch, Parallelism, Recompute, Workload
+from labkit.workload.kernels import length_choices
 from tests.memory.grid import FAMILIES, NAMES, workload
 
 LABELS = st.frozensets(st.sampled_from(RECOMPUTE_MODULES))
@@ -77,13 +78,15 @@ def test_nothing_to_sweep_is_an_empty_frame() -> None:
     assert sweep([]).is_empty()
 
 
-@settings(deadline=None, max_examples=60)
-@given(name=st.sampled_from(BASES), labels=LABELS, lengths=st.sets(st.integers(1, 64), min_size=2, max_size=5))
+@settings(deadline=None, max_examples=150)
+@given(name=st.sampled_from(NAMES), labels=LABELS, lengths=st.sets(st.integers(1, 64), min_size=2, max_size=5))
 def test_more_tokens_never_cost_less(name: str, labels: frozenset[str], lengths: set[int]) -> None:
     case = workload(name)
     assume(not case.batch.packed)
     cases = [longer(case, times).model_copy(update={"recompute": selective(labels)}) for times in sorted(lengths)]
     assume(not any(finding.severity == "error" for finding in cases[0].findings))
+    # Another kernel may do with less.
+    assume(len({length_choices(each)._replace(learned_positions=0) for each in cases}) == 1)
     frame = sweep(cases)
     columns = ["peak_allocated_bytes"]
     if case.parallelism.pp == 1:
@@ -93,8 +96,8 @@ def test_more_tokens_never_cost_less(name: str, labels: frozenset[str], lengths:
         assert all(fewer <= more for fewer, more in pairwise(frame[column])), (column, frame[column].to_list())
 
 
-@settings(deadline=None, max_examples=80)
-@given(name=st.sampled_from(BASES), labels=LABELS, label=st.sampled_from(RECOMPUTE_MODULES))
+@settings(deadline=None, max_examples=200)
+@given(name=st.sampled_from(NAMES), labels=LABELS, label=st.sampled_from(RECOMPUTE_MODULES))
 def test_a_label_keeps_no_more_than_the_inputs_it_replays_from(name: str, labels: frozenset[str], label: str) -> None:
     case = workload(name)
     without, with_it = (

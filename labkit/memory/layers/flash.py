@@ -37,7 +37,8 @@ def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, 
     tape.op("slice", [out], [narrow])
     trimmed = tape.value("output", (sizes.tokens, heads * value_width))
     tape.op("reshape", [narrow], [trimmed], aliases=True)
-    tape.hold(parts)
+    # Local variables of DotProductAttention.forward.
+    tape.hold(padded)
     return trimmed
 
 

@@ -1,7 +1,8 @@
 """Norms and linears of Transformer Engine: what they save, gather and reduce.
 
 Sources: `transformer_engine/pytorch/module/{linear,layernorm_linear}.py`, `ops/basic/{rmsnorm,layer_norm}.py`.
-A linear saves its input as it got it (the local shard under sequence parallelism) and gathers it again in backward.
+A linear saves its input as it got it (the local shard under sequence parallelism) and gathers it again in backward,
+whose gradient is a view in the input's shape (`dgrad.view(inp_shape)`).
 A fused norm-linear behaves as the norm followed by the linear.
 """
 
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from labkit.memory.layers.adapters import adapted, adapted_row
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 from labkit.workload import Model, Workload
 
 
@@ -88,7 +89,8 @@ def column_parallel(
         [out],
         saves=[x],
         temporaries=[full] if gathers else [],
-        backward_temporaries=[*copy, full, full_gradient] if gathers else copy,
+        backward_temporaries=[*copy, full, full_gradient, GRADIENTS, Free("gathered_input")] if gathers else copy,
+        views_gradient=True,
         weight=(out_width, width),
         library="te_gemm",
         flops=2 * sizes.tokens * width * out_width,
@@ -109,7 +111,8 @@ def row_parallel(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
         [out],
         saves=[x] if sizes.trains else [],
         temporaries=[partial] if scatters else [],
-        backward_temporaries=[gathered] if scatters else [],
+        backward_temporaries=[gathered, GRADIENTS, Free("gathered_gradient")] if scatters else [],
+        views_gradient=True,
         weight=(sizes.hidden, width) if sizes.trains else None,
         library="te_gemm",
         flops=2 * sizes.tokens * width * sizes.hidden,
@@ -144,6 +147,7 @@ def replicated(tape: Tape, sizes: Sizes, x: Value, width: int, out_width: int) -
         [x],
         [out],
         saves=[x],
+        views_gradient=True,
         weight=(out_width, width),
         library="te_gemm",
         flops=2 * sizes.shard * width * out_width,

@@ -4,7 +4,7 @@ Sources: Megatron Core `rotary_pos_embedding.py`, `rope_utils.py`; Transformer E
 """
 
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 
 
 def rotary_table(tape: Tape, sequence: int, width: int) -> None:
@@ -38,22 +38,29 @@ def rotary(tape: Tape, sizes: Sizes, x: Value, width: int, *, interleaved: bool 
     tape.op("slice", [x], [to_pass])
     if interleaved:
         to_turn = _without_interleaving(tape, to_turn)
-    cosine = tape.value("cos", (sizes.sequence, width), grad=False)
-    sine = tape.value("sin", (sizes.sequence, width), grad=False)
-    angles = [tape.buffer(name, (sizes.sequence, width), "fp32") for name in ("cos", "scaled_cos")]
-    tape.op("cos_sin", [], [cosine, sine], temporaries=angles)
+    cosine, sine = (_angles(tape, sizes, width, name) for name in ("cos", "sin"))
     product, half = tape.buffer("product", turned), tape.buffer("negative_half", (tokens, heads, width // 2))
+    swapped = tape.buffer("swapped_halves", turned)
     rotated = tape.value("turned", turned)
     tape.op(
         "rotate",
         [to_turn, cosine, sine],
         [rotated],
         saves=[] if sizes.compiled else [cosine, sine],
-        temporaries=[product, product],
-        backward_temporaries=[product, half],
+        temporaries=[product, half, swapped, Free(half.name), product, Free(swapped.name)],
+        # The other product is added to the gradient.
+        backward_temporaries=[product, half, GRADIENTS, Free(product.name), Free(half.name), product],
     )
     out = tape.value("rotated", x.shape)
     tape.op("cat", [rotated, to_pass], [out], aliases=True)
+    return out
+
+
+def _angles(tape: Tape, sizes: Sizes, width: int, name: str) -> Value:
+    """Cosine or sine of the table (sequence, width), scaled and cast."""
+    out = tape.value(name, (sizes.sequence, width), grad=False)
+    wide, scaled = (tape.buffer(each, out.shape, "fp32") for each in (name, "scaled"))
+    tape.op(name, [], [out], temporaries=[wide, scaled, Free(name)])
     return out
 
 

@@ -119,6 +119,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "labels": ["core_attn"],
     },
     "flash": {"training.kernels.attention_backend": "flash"},
+    "flash, micro-batch of two, core_attn": {
+        "training.kernels.attention_backend": "flash",
+        "batch.micro_batch_size": 2,
+        "batch.global_batch_size": 8,
+        "labels": ["core_attn"],
+    },
     "flash, core_attn, mla_up_proj": {
         "training.kernels.attention_backend": "flash",
         "labels": ["core_attn", "mla_up_proj"],
