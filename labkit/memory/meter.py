@@ -3,8 +3,6 @@
 A `Meter` is moved like a `labkit.memory.writer.Writer` and agrees with it to the byte, at the cost of the distinct
 kinds of units: a unit's passes are summed once, and equal stretches of the model change the level by equal amounts.
 Bytes may be arrays over the lengths of a sweep.
-
-Known limitation: of several micro-batches in flight, what a module's attributes keep is taken to go with its backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
     CALLERS,
-    LET_GO,
+    INPUT,
     OUTPUTS,
     SENT_GRADIENT,
+    Attributes,
     CacheUse,
-    Earlier,
     Steps,
     once_key,
 )
@@ -88,7 +86,8 @@ class _Meters:
         self._script = unit.script
         self._numbers = numbers
         self._sizes = numbers.sizes(unit)
-        self._changes: dict[object, Change] = {}
+        self._outcomes: dict[object, _Outcome] = {}
+        self.script_id = id(unit.script)
         self.caches = unit.script.caches
         self.once = {
             backward: {slot: (key, unit.script.slots[slot].on(unit.tape).shape) for slot, key in keys.items()}
@@ -96,21 +95,14 @@ class _Meters:
         }
         """Slots of what a pass (False forward, True backward) allocates if the process has not yet: key and shape."""
 
-    def forward(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Change:
-        """A forward pass; `opens`: slots of what the process allocates in it for the first time."""
-        key = earlier, cache, opens
-        if key not in self._changes:
-            steps = self._script.forward_steps(earlier, cache, opens)
-            self._changes[key] = self._numbers.total(self._sizes, steps)
-        return self._changes[key]
-
-    def backward(self, let_go: bool, opens: frozenset[int]) -> Change:
-        """A backward pass; `let_go`: a later forward has taken the attributes that held this micro-batch's tensors."""
-        key = let_go, opens
-        if key not in self._changes:
-            steps = self._script.backward_steps(let_go, opens)
-            self._changes[key] = self._numbers.total(self._sizes, steps)
-        return self._changes[key]
+    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse = "hit") -> "_Outcome":
+        """A pass; `opens`: slots of what the process allocates in it for the first time."""
+        key = backward, before, opens, cache
+        if key not in self._outcomes:
+            steps, left, after = self._script.go(backward, before, opens, cache)
+            change = self._numbers.total(self._sizes, steps)
+            self._outcomes[key] = _Outcome(change, sum(self._sizes[slot] for slot in left), after)
+        return self._outcomes[key]
 
     @cached_property
     def kept_by_caller(self) -> dict[bool, list[tuple[str, Any]]]:
@@ -128,11 +120,14 @@ class _Meters:
         """Bytes of what the unit puts out."""
         return self._sizes[self._script.output or 0]
 
-    @cached_property
-    def left_by_attributes(self) -> Any:
-        """What a forward pass frees of an earlier micro-batch that is over."""
-        frees, forward = self._script.frees[False], self._script.forward
-        return sum(self._sizes[slot] for at, freed in frees.items() if forward[at][0] == LET_GO for slot in freed)
+
+class _Outcome(NamedTuple):
+    """What a pass of a unit comes to."""
+
+    change: Change
+    left: Any
+    """Bytes among those it frees of micro-batches that were over before."""
+    attributes: Attributes
 
 
 class Pool:
@@ -149,6 +144,15 @@ class Pool:
             # The unit is kept so that no other's parts can take their ids.
             self._meters[key] = unit, _Meters(unit, self.numbers)
         return self._meters[key][1]
+
+
+class _PassOutcome(NamedTuple):
+    """What a pass of a chunk comes to: see `_Outcome`."""
+
+    change: Change
+    left: Any
+    attributes: dict[int, Attributes]
+    """By the units' scripts."""
 
 
 class Meter:
@@ -168,14 +172,14 @@ class Meter:
         self._kept: list[_Kept] = []
         self.kept_by_schedule: dict[Boundary, Any] = {}
         """Bytes that variables of the schedule keep."""
-        self._passes: dict[tuple[Chunk, Earlier | bool], Change] = {}
+        self._passes: dict[object, _PassOutcome] = {}
         """What passes of a chunk do that are not its first."""
-        self._latest: dict[int, int] = {}
-        """Micro-batch of a chunk's latest forward."""
-        self._running: set[tuple[int, int]] = set()
-        """Chunk and micro-batch of forwards whose backward is to come."""
-        self._let_go: set[tuple[int, int]] = set()
-        """Those among them whose modules have run another forward since."""
+        self._forwards: dict[int, int] = {}
+        """How many each chunk has run."""
+        self._running: dict[tuple[int, int], int] = {}
+        """Chunk and micro-batch of forwards whose backward is to come, and the number of the forward."""
+        self._attributes: dict[tuple[int, int], tuple[int, Attributes]] = {}
+        """By chunk and script: what attributes keep, as seen from a forward of that number."""
 
     def start_phase(self) -> None:
         """The peak of what follows counts from here."""
@@ -193,47 +197,69 @@ class Meter:
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> Any:
         """Forward pass of model chunk `index`; returns the bytes it leaves for its backward."""
         self._drop(index)
-        before, latest = self.level, self._latest.get(index)
-        earlier: Earlier = "none" if latest is None else "over"
-        if latest is not None and (index, latest) in self._running:
-            earlier = "running"
-            self._let_go.add((index, latest))
-        self._latest[index] = microbatch
-        self._running.add((index, microbatch))
-        if earlier == "over":
-            before = before - self._attributes(chunk)
-        if index in self._warm:
-            self._again((chunk, earlier), lambda: self._stretches_forward(chunk, index, earlier, warm=True))
-        else:
-            self._stretches_forward(chunk, index, earlier, warm=False)
-            self._warm.add(index)
+        number = self._running[index, microbatch] = self._forwards.get(index, 0)
+        self._forwards[index] = number + 1
+        before = self.level
+        left = self._pass(chunk, index, number, backward=False, again=index in self._warm)
+        self._warm.add(index)
         self._caller_keeps(chunk, index, backward=False, latest=True)
-        return self.level - before
-
-    def _stretches_forward(self, chunk: Chunk, index: int, earlier: Earlier, *, warm: bool) -> None:
-        for units, times in chunk.stretches:
-            meters = [self._of(unit) for unit in units]
-            left = times
-            while left:
-                uses = [(each, self._use(each, warm), self._opens(each.once[False], index)) for each in meters]
-                self._together([each.forward(earlier, use, opens) for each, use, opens in uses])
-                left -= 1
-                alike = self._alike(meters, left, warm)
-                uses = [(each, self._use(each, warm, alike), frozenset()) for each in meters]
-                self._together([each.forward(earlier, use, opens) for each, use, opens in uses], alike)
-                left -= alike
+        return self.level - before + left
 
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Backward pass of that forward."""
-        self._running.remove((index, microbatch))
-        let_go = (index, microbatch) in self._let_go
-        self._let_go.discard((index, microbatch))
-        if index in self._has_run_backward:
-            self._again((chunk, let_go), lambda: self._stretches_backward(chunk, index, let_go))
+        number = self._running.pop((index, microbatch))
+        self._pass(chunk, index, number, backward=True, again=index in self._has_run_backward)
+        self._has_run_backward.add(index)
+        self._caller_keeps(chunk, index, backward=True, latest=number == self._forwards[index] - 1)
+
+    def _pass(self, chunk: Chunk, index: int, number: int, *, backward: bool, again: bool) -> Any:
+        """A pass; one that opens nothing for the first time does `again` what one from the same attributes did.
+
+        Returns the bytes freed of micro-batches that were over.
+        """
+        before: dict[int, Attributes] = {}
+        for script in chunk.scripts_with_attributes:
+            seen_from, attributes = self._attributes.get((index, id(script)), (number, Attributes()))
+            before[id(script)] = attributes.later(number - seen_from)
+        key = chunk, backward, tuple(before.values())
+        outcome = self._passes.get(key) if again else None
+        if outcome is None:
+            peak, level = self.peak, self.level
+            self.peak = level
+            left, after = self._stretches(chunk, index, before, backward, warm=again)
+            outcome = _PassOutcome(Change(self.peak - level, self.level - level), left, after)
+            self.peak = self._larger(peak, self.peak)
+            if again:
+                self._passes[key] = outcome
         else:
-            self._stretches_backward(chunk, index, let_go)
-            self._has_run_backward.add(index)
-        self._caller_keeps(chunk, index, backward=True, latest=not let_go)
+            self.add(outcome.change)
+        for script_id, attributes in outcome.attributes.items():
+            self._attributes[index, script_id] = number, attributes
+        return outcome.left
+
+    def _stretches(
+        self, chunk: Chunk, index: int, before: dict[int, Attributes], backward: bool, *, warm: bool
+    ) -> tuple[Any, dict[int, Attributes]]:
+        """Go through the units; returns the bytes freed of micro-batches that were over, and what attributes keep."""
+        freed: Any = 0
+        after: dict[int, Attributes] = {}
+        for units, times in reversed(chunk.stretches) if backward else chunk.stretches:
+            meters = [self._of(unit) for unit in (reversed(units) if backward else units)]
+            left, first = times, True
+            while left:
+                repeats = 1 if first else self._alike(meters, left, warm or backward)
+                changes = []
+                for each in meters:
+                    opens = self._opens(each.once[backward], index)
+                    use: CacheUse = "hit" if backward else self._use(each, warm, repeats)
+                    outcome = each.go(backward, before.get(each.script_id, Attributes()), opens, use)
+                    changes.append(outcome.change)
+                    freed = freed + outcome.left * repeats
+                    if each.script_id in before:
+                        after[each.script_id] = outcome.attributes
+                self._together(changes, repeats)
+                left, first = left - repeats, not first
+        return freed, after
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
         """The caller of the model drops what it has kept."""
@@ -249,7 +275,7 @@ class Meter:
         self._kept = [kept for kept in self._kept if kept.holders]
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
-        """Variables of the schedule keep a tensor at an end of the chunk."""
+        """Variables of the schedule keep a tensor."""
         nbytes = self.kept_by_schedule[tensor] = self._of(chunk.ends[0]).output
         self.add(Change(nbytes, nbytes))
 
@@ -268,30 +294,15 @@ class Meter:
         first = self._of(chunk.ends[0])
         if backward and not first.keeps_output:
             self._drop(SENT_GRADIENT)
-        if backward and latest and first.keeps_output:
+        if backward and latest and first.keeps_output and not self._keeps_input(chunk.runs[1].units[0], index):
             # The next unit's pass is done with it.
             self.level = self.level + first.output
             self._kept.append(_Kept(first.output, {index}))
 
-    def _stretches_backward(self, chunk: Chunk, index: int, let_go: bool) -> None:
-        for units, times in reversed(chunk.stretches):
-            meters = [self._of(unit) for unit in reversed(units)]
-            self._together([each.backward(let_go, self._opens(each.once[True], index)) for each in meters])
-            self._together([each.backward(let_go, frozenset()) for each in meters], times - 1)
-
-    def _again(self, key: tuple[Chunk, Earlier | bool], run: Callable[[], None]) -> None:
-        """A pass that opens nothing for the first time changes the level as the last such pass did."""
-        if key not in self._passes:
-            peak, level = self.peak, self.level
-            self.peak = level
-            run()
-            self._passes[key] = Change(self.peak - level, self.level - level)
-            self.peak = self._larger(peak, self.peak)
-        else:
-            self.add(self._passes[key])
-
-    def _attributes(self, chunk: Chunk) -> Any:
-        return sum(times * self._of(unit).left_by_attributes for units, times in chunk.stretches for unit in units)
+    def _keeps_input(self, unit: Unit, index: int) -> bool:
+        """Attributes of the unit keep what it has read in the latest pass."""
+        _, attributes = self._attributes.get((index, id(unit.script)), (0, Attributes()))
+        return any(tensor == (0, INPUT) for _, tensor in attributes.held)
 
     def _together(self, changes: Sequence[Change], times: int = 1) -> None:
         """Changes in a row, `times` over. The peak is linear in the repetition: the first or the last has it."""

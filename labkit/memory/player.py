@@ -53,6 +53,7 @@ def play(
     *,
     fused_weight_gradients: bool,
     gradient_held: bool = False,
+    input_held: bool = False,
     differentiates: bool = True,
 ) -> Script:
     """The script of one forward and one backward pass of a unit.
@@ -62,10 +63,11 @@ def play(
         found: its recompute regions, outer before inner.
         fused_weight_gradients: weight gradients are added straight into the gradient buffer.
         gradient_held: the unit behind holds the gradient it hands over (`Script.gradient_in_held`).
+        input_held: the unit before holds what it hands over (`Script.output_held`).
         differentiates: False under `torch.no_grad`: nothing is saved, and the backward pass is empty.
     """
     player = _Player(tape, found, fused_weight_gradients=fused_weight_gradients)
-    player.forward(keep=differentiates)
+    player.forward(keep=differentiates, input_held=input_held)
     if differentiates:
         player.backward(gradient_held=gradient_held)
     return player.script
@@ -121,7 +123,7 @@ class _Player:
         self._replayed_from = -1
         """First operation of the region being replayed; -1 outside replays."""
 
-    def forward(self, *, keep: bool) -> None:
+    def forward(self, *, keep: bool, input_held: bool) -> None:
         """One micro-batch's forward pass; `keep` what its backward needs."""
         tape = self._tape
         for neighbour, name in ((tape.entry, "hidden_states"), (tape.exit, "gradient")):
@@ -131,12 +133,16 @@ class _Player:
             else:
                 self._slot(neighbour, name)
         if tape.entry is not None:
-            self._storages[tape.entry] = _Storage(INPUT)
+            entry = self._storages[tape.entry] = _Storage(INPUT)
+            entry.references += input_held
         if tape.exit is not None:
             tape.exit.storage.last_use = len(tape.ops)
         self._run(0, len(tape.ops) - 1, frozenset(), keep=keep)
         if tape.exit is not None:
-            self.script.output = self._storages[tape.exit.storage].slot
+            output = self._storages[tape.exit.storage]
+            self.script.output = output.slot
+            self.script.output_held = output.references - output.held > 1
+            output.references -= self.script.output_held  # its own reference: the unit that needs it longest frees it
 
     def backward(self, *, gradient_held: bool) -> None:
         """The backward pass of that forward."""

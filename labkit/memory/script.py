@@ -6,8 +6,7 @@ MLP, the head, or a run of whole layers that one checkpoint covers. Units of one
 `labkit.memory.levels` sums them up without one.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -70,10 +69,40 @@ class Slot(NamedTuple):
 
 CacheUse = Literal["hit", "grow", "churn"]
 """A module finds its entry; adds one; adds one and evicts the oldest."""
-Earlier = Literal["none", "running", "over"]
-"""How far an earlier micro-batch is whose tensors module attributes keep."""
+type Tensor = tuple[int, int]
+"""Micro-batch, counted from the one at hand, and slot."""
 type Steps = Sequence[int]
 """Slots as they are allocated, and `~slot` as they are freed."""
+
+
+class Attributes(NamedTuple):
+    """What the module attributes of a unit keep; equal units of a chunk keep alike."""
+
+    held: tuple[tuple[str, Tensor], ...] = ()
+    """By the attributes' keys."""
+    done: frozenset[Tensor] = frozenset()
+    """Those among them that their pass is done with."""
+    over: frozenset[int] = frozenset()
+    """Micro-batches among theirs whose backward has run."""
+
+    def later(self, by: int) -> "Attributes":
+        """The same seen from `by` micro-batches later."""
+        if not self.held or not by:
+            return self
+        return Attributes(
+            tuple((key, (microbatch - by, slot)) for key, (microbatch, slot) in self.held),
+            frozenset((microbatch - by, slot) for microbatch, slot in self.done),
+            frozenset(microbatch - by for microbatch in self.over),
+        )
+
+
+class Passed(NamedTuple):
+    """What a pass does to memory."""
+
+    steps: Steps
+    left: Sequence[int]
+    """Slots among those it frees of micro-batches that were over before."""
+    attributes: Attributes
 
 
 @dataclass(eq=False)
@@ -85,6 +114,8 @@ class Script:
     backward: list[tuple[int, int, str]] = field(default_factory=list)
     output: int | None = None
     """Slot of the residual stream it writes; None: it ends in the loss, or hands on nothing."""
+    output_held: bool = False
+    """Its backward needs what it writes, and frees it."""
     gradient_in: int | None = None
     """Slot of the gradient of the residual stream it reads."""
     gradient_out_held: bool = False
@@ -106,91 +137,18 @@ class Script:
         }
 
     @cached_property
-    def frees(self) -> dict[bool, dict[int, list[int]]]:
-        """Slots that each step of a pass (False forward, True backward) frees when passes follow one another.
-
-        What a LET_GO in forward frees is the last micro-batch's. Found by going through two micro-batches.
-        """
-        if not any(code in (HOLD, FOLLOW) for code, _, _ in (*self.forward, *self.backward)):
-            behind = GRADIENT_OUT if self.gradient_out_held else None
-            return {
-                backward: {at: [slot] for at, (code, slot, _) in enumerate(steps) if code == CLOSE and slot != behind}
-                for backward, steps in ((False, self.forward), (True, self.backward))
-            }
-        held: dict[str, list[tuple[int, int]]] = {}
-        holds: Counter[tuple[int, int]] = Counter()
-        done: set[tuple[int, int]] = set()
-        found: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
-        for microbatch in range(2):
-            for backward, steps in ((False, self.forward), (True, self.backward)):
-                for position, (code, slot, key) in enumerate(steps):
-                    tensor = microbatch, slot
-                    if code in (HOLD, FOLLOW):
-                        held.setdefault(key, []).append(tensor)
-                        holds[tensor] += 1
-                    elif code == CLOSE:
-                        kept = holds[tensor] or (self.gradient_out_held and slot == GRADIENT_OUT)
-                        if kept:
-                            done.add(tensor)
-                        found[backward][position] = [] if kept else [slot]
-                    elif code == LET_GO and key not in CALLERS:
-                        let_go = held.pop(key, [])
-                        holds.subtract(let_go)
-                        found[backward][position] = [each[1] for each in let_go if not holds[each] and each in done]
-            if self.gradient_in is not None:
-                # The unit before is done with it.
-                done.add((microbatch, self.gradient_in))
-        return found
-
-    @cached_property
-    def _steps(self) -> dict[object, Steps]:
+    def _passed(self) -> dict[object, Passed]:
         return {}
 
-    def forward_steps(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Steps:
-        """What a forward pass does to memory; `opens`: slots of what the process allocates for the first time."""
-        key = earlier, cache, opens
-        if key not in self._steps:
-            self._steps[key] = list(self._forward_steps(earlier, cache, opens))
-        return self._steps[key]
-
-    def backward_steps(self, let_go: bool, opens: frozenset[int]) -> Steps:
-        """What a backward pass does; `let_go`: a later forward has taken the attributes that held its tensors."""
-        key = let_go, opens
-        if key not in self._steps:
-            self._steps[key] = list(self._backward_steps(let_go, opens))
-        return self._steps[key]
-
-    def _forward_steps(self, earlier: Earlier, cache: CacheUse, opens: frozenset[int]) -> Iterator[int]:
-        frees = self.frees[False]
-        for position, (code, slot, _) in enumerate(self.forward):
-            if code == OPEN or (code == ONCE and slot in opens):
-                yield slot
-            elif code == CLOSE or (code == LET_GO and earlier == "over"):
-                for freed in frees.get(position, ()):
-                    yield ~freed
-            elif code == LET_GO and earlier == "running":
-                # What its own forward is done with; the rest its backward still needs.
-                for freed in frees.get(position, ()):
-                    if freed in self.closed_in_forward:
-                        yield ~freed
-            elif code == CACHE and cache != "hit":
-                yield slot
-                if cache == "churn":
-                    yield ~slot
-
-    def _backward_steps(self, let_go: bool, opens: frozenset[int]) -> Iterator[int]:
-        frees = self.frees[True]
-        for position, (code, slot, _) in enumerate(self.backward):
-            if code == OPEN or (code == ONCE and slot in opens):
-                yield slot
-            elif code == TAKE:
-                yield ~slot
-            elif code == CLOSE and let_go:
-                if slot not in self.kept_behind:
-                    yield ~slot
-            elif code == CLOSE or (code == LET_GO and not let_go):
-                for freed in frees.get(position, ()):
-                    yield ~freed
+    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse) -> Passed:
+        """A pass; `opens`: slots of what the process allocates in it for the first time."""
+        key = backward, before, opens, cache
+        if key not in self._passed:
+            run = _Run(self, before)
+            run.go(self.backward if backward else self.forward, opens, cache)
+            after = run.after_backward() if backward else run.attributes
+            self._passed[key] = Passed(run.steps, run.left, after)
+        return self._passed[key]
 
     @cached_property
     def kept_by_caller(self) -> dict[bool, list[tuple[str, int]]]:
@@ -206,12 +164,79 @@ class Script:
         return any(code == HOLD and slot == self.output for code, slot, _ in self.forward)
 
     @cached_property
-    def kept_behind(self) -> frozenset[int]:
-        """Slots that backward closes and others still keep: the caller, or the unit behind."""
-        kept = {slot for _, slot in self.kept_by_caller[True]}
+    def freed_by_others(self) -> frozenset[int]:
+        """Slots that the passes are done with and others keep: the caller, or the unit behind."""
+        kept = {slot for each in self.kept_by_caller.values() for _, slot in each}
         return frozenset(kept | {GRADIENT_OUT} if self.gradient_out_held else kept)
 
     @cached_property
-    def closed_in_forward(self) -> frozenset[int]:
-        """Slots that the forward pass is done with."""
-        return frozenset(slot for code, slot, _ in self.forward if code == CLOSE)
+    def has_attributes(self) -> bool:
+        """Module attributes keep something."""
+        return any(code == HOLD and key not in CALLERS for code, _, key in (*self.forward, *self.backward))
+
+
+class _Run:
+    """Goes through a pass of a script, as `labkit.memory.writer.Writer` does with entries."""
+
+    def __init__(self, script: Script, before: Attributes) -> None:
+        self.steps: list[int] = []
+        self.left: list[int] = []
+        """Slots freed of micro-batches that were over."""
+        self._script = script
+        self._held: dict[str, list[Tensor]] = {}
+        for key, tensor in before.held:
+            self._held.setdefault(key, []).append(tensor)
+        self._done = set(before.done)
+        self._over = before.over
+
+    def go(self, steps: Sequence[tuple[int, int, str]], opens: frozenset[int], cache: CacheUse) -> None:
+        """Forward or backward."""
+        for code, slot, key in steps:
+            if code == OPEN or (code == ONCE and slot in opens):
+                self.steps.append(slot)
+            elif code == TAKE:
+                self.steps.append(~slot)
+            elif code == CLOSE and slot not in self._script.freed_by_others:
+                self._close(slot)
+            elif code == HOLD and key not in CALLERS:
+                self._held.setdefault(key, []).append((0, slot))
+            elif code == LET_GO:
+                for tensor in self._held.pop(key, ()):
+                    self._let_go(tensor)
+            elif code == CACHE and cache != "hit":
+                self.steps.append(slot)
+                if cache == "churn":
+                    self.steps.append(~slot)
+
+    def after_backward(self) -> Attributes:
+        """What attributes keep when the micro-batch is over; the unit before is done with the gradient it got."""
+        if self._script.gradient_in is not None:
+            self._done.add((0, self._script.gradient_in))
+        self._over |= {0}
+        return self.attributes
+
+    @property
+    def attributes(self) -> Attributes:
+        """What attributes keep now."""
+        held = tuple((key, tensor) for key in sorted(self._held) for tensor in self._held[key])
+        if not held:
+            return Attributes()
+        tensors = {tensor for _, tensor in held}
+        over = self._over & {microbatch for microbatch, _ in tensors}
+        return Attributes(held, frozenset(self._done & tensors), over)
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        return any(tensor in each for each in self._held.values())
+
+    def _close(self, slot: int) -> None:
+        if self._is_held((0, slot)):
+            self._done.add((0, slot))
+        else:
+            self.steps.append(~slot)
+
+    def _let_go(self, tensor: Tensor) -> None:
+        if tensor in self._done and not self._is_held(tensor):
+            self._done.remove(tensor)
+            self.steps.append(~tensor[1])
+            if tensor[0] in self._over:
+                self.left.append(tensor[1])

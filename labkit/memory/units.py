@@ -75,6 +75,12 @@ class Chunk:
         )
 
     @cached_property
+    def scripts_with_attributes(self) -> list[Script]:
+        """The scripts, each once, whose modules keep something beyond a pass."""
+        scripts = {id(unit.script): unit.script for run in self.runs for unit in run.units}
+        return [script for script in scripts.values() if script.has_attributes]
+
+    @cached_property
     def stretches(self) -> list[tuple[tuple[Unit, ...], int]]:
         """Repeated stretches, in order: (units, times). Units of one tape and one script count as equal."""
         numbers: dict[tuple[int, ...], int] = {}
@@ -172,21 +178,30 @@ class Recorder:
             _Plan([self._once(end)], False, 0, 1, 0),
         ]
         runs: list[Run] = []
-        held = False
-        for tapes, checkpointed, first, times, count in reversed(plan):
+        outputs_held = [self._holds_output(each.tapes[-1], labels, each.checkpointed) for each in plan]
+        gradient_held = False
+        for position in reversed(range(len(plan))):
             # From the back: the gradient that a unit gets may be held by the one behind it.
-            left = times
+            tapes, checkpointed, first, left, count = plan[position]
+            input_held, inner_held = position > 0 and outputs_held[position - 1], outputs_held[position]
             while left:
-                before, units = held, []
-                for tape in reversed(tapes):
-                    script, found = self._play(tape, labels, checkpointed=checkpointed, gradient_held=held)
-                    held = script.gradient_in_held
+                behind, units = gradient_held, []
+                holds = [inner_held if left > 1 else input_held]
+                holds += [self._holds_output(tape, labels, checkpointed) for tape in tapes[:-1]]
+                for tape, held in zip(reversed(tapes), reversed(holds), strict=True):
+                    script, found = self._play(tape, labels, checkpointed, gradient_held, held)
+                    gradient_held = script.gradient_in_held
                     units.append(Unit(script, tape, found, first))
-                alike = left if held == before else 1
+                alike = 1
+                if gradient_held == behind:
+                    alike = left if left == 1 or inner_held == input_held else left - 1
                 left -= alike
                 here = first + left * count
                 runs.append(Run(tuple(unit._replace(first_layer=here) for unit in reversed(units)), alike, count))
         return Chunk(reversed(runs))
+
+    def _holds_output(self, tape: Tape, labels: frozenset[str], checkpointed: bool) -> bool:
+        return self._play(tape, labels, checkpointed)[0].output_held
 
     def _plan(self, recompute: Recompute, layers: range) -> Iterator["_Plan"]:
         """Runs of layers that are recorded alike and checkpointed alike.
@@ -247,13 +262,18 @@ class Recorder:
         return self._tapes[places]
 
     def _play(
-        self, tape: Tape, labels: frozenset[str], *, checkpointed: bool, gradient_held: bool
+        self,
+        tape: Tape,
+        labels: frozenset[str],
+        checkpointed: bool,
+        gradient_held: bool = False,
+        input_held: bool = False,
     ) -> tuple[Script, tuple[Region, ...]]:
         if id(tape) not in self._plays:
             self._plays[id(tape)] = _plays(_Form(tape.form, tape))
         plays = self._plays[id(tape)]
         chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
-        key = chosen, self._fused, gradient_held, self._differentiates
+        key = chosen, self._fused, gradient_held, input_held, self._differentiates
         if key not in plays.scripts:
             possible = plays.regions
             found = [whole(tape)] if checkpointed else [region for region in possible if region.label in chosen]
@@ -262,6 +282,7 @@ class Recorder:
                 found,
                 fused_weight_gradients=self._fused,
                 gradient_held=gradient_held,
+                input_held=input_held,
                 differentiates=self._differentiates,
             )
             plays.scripts[key] = script, tuple(found)
@@ -283,7 +304,7 @@ class _Plays:
         self.regions = regions(tape)
         """All that labels could make of them."""
         self.labels = frozenset(region.label for region in self.regions)
-        self.scripts: dict[tuple[frozenset[str], bool, bool, bool], tuple[Script, tuple[Region, ...]]] = {}
+        self.scripts: dict[tuple[frozenset[str], bool, bool, bool, bool], tuple[Script, tuple[Region, ...]]] = {}
 
 
 @lru_cache(maxsize=512)

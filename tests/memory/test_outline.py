@@ -19,25 +19,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-IN_FLIGHT = {
-    f"pipeline: {name}"
-    for name in ("moe", "full uniform 1", "full uniform 2", "full block 1", "interleaved, full uniform 1")
-} | {
-    f"prediction: {name}"
-    for name in ("two stages, full uniform 1", "two stages, full block 1", "interleaved, two tokens, full uniform 1")
-}
-"""The meter's known limitation: replayed modules that keep tensors, with several micro-batches in flight."""
-
-
-@pytest.mark.parametrize("name", sorted(IN_FLIGHT))
-def test_is_near_where_replayed_modules_keep_tensors_of_micro_batches_in_flight(name: str) -> None:
-    case = workload(name)
-    for stage in range(case.parallelism.pp):
-        rows = max(phase.peak_tensor_bytes for phase in estimate(case, stage).summary.phases)
-        assert outline(case, stage).peak_bytes == pytest.approx(rows, rel=0.03)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in IN_FLIGHT])
+@pytest.mark.parametrize("name", NAMES)
 def test_agrees_with_the_rows_to_the_byte(name: str) -> None:
     case = workload(name)
     for stage in range(case.parallelism.pp):

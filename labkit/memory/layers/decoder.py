@@ -100,7 +100,9 @@ def _half(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, half: Hal
         return _mlp(tape, workload, sizes, hidden)
     if half == "moe":
         return _moe(tape, workload, sizes, hidden, share)
-    return _mixer(tape, workload, sizes, hidden, half)
+    mixed = _mixer(tape, workload, sizes, hidden, half)
+    alone = workload.model.hybrid_layer_pattern is not None and half != "mamba"
+    return _no_mlp(tape, mixed) if alone else mixed
 
 
 def record_received(workload: Workload, sizes: Sizes) -> Tape:
@@ -134,7 +136,8 @@ def record_sent(workload: Workload, sizes: Sizes) -> Tape:
     _made_once(tape, workload, sizes, ())
     with tape.module("pipeline", kind="pipeline"):
         sent = tape.view(tape.entry, "sent", tape.entry.shape)
-        tape.op("send_forward", [tape.entry], [sent], aliases=True, keeps_gradient=True)
+        instead = tape.value("deallocated_output", (1,), grad=False)  # its `.data` from now on
+        tape.op("send_forward", [tape.entry], [sent, instead], saves=[instead], aliases=True, keeps_gradient=True)
     return tape
 
 
@@ -202,6 +205,14 @@ def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     with tape.module("mlp", kind="mlp"):
         output = dense_mlp(tape, workload, sizes, hidden)
     return bias_dropout_add(tape, workload, sizes, output, hidden, biased=workload.model.add_bias_linear)
+
+
+def _no_mlp(tape: Tape, hidden: Value) -> Value:
+    """The MLP of a `TransformerLayer` that has none (`IdentityOp`): recompute takes it for one, and keeps its input."""
+    with tape.module("mlp", kind="mlp"):
+        same = tape.view(hidden, "hidden_states", hidden.shape)
+        tape.op("identity", [hidden], [same], aliases=True)
+    return same
 
 
 def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fraction) -> Value:

@@ -60,6 +60,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "model.hybrid_layer_pattern": "ME+-+E",
         "labels": ["layernorm", "mla_up_proj", "core_attn", "mlp", "moe_act"],
     },
+    "two stages, the first ends with a mixer, mlp": {
+        "model.num_layers": 8,
+        "model.hybrid_layer_pattern": "MEM*M-ME",
+        "parallelism.world_size": 8,
+        "parallelism.pipeline_model_parallel_size": 2,
+        "batch.global_batch_size": 16,
+        "labels": ["mlp"],
+    },
     "mixers alone": {"model.hybrid_layer_pattern": "MG**GM"},
     "MLPs alone": {"model.hybrid_layer_pattern": "-E--E-"},
     "unfused latent attention, full uniform 2": LATENT
