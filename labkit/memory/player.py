@@ -300,11 +300,13 @@ class _Player:
                 position -= 1
                 continue
             within = inside | {checkpoint}
-            held = [*self._incoming(checkpoint), *self._replay(checkpoint, within)]
+            incoming = self._incoming(checkpoint)
+            held = [*incoming, *self._replay(checkpoint, within)]
             # The region's inputs are leaves, whose gradients meet those from outside once the checkpoint is done.
             values = [value for value in self._region_values(checkpoint) if value in self._gradients]
             outside = {value: self._gradients.pop(value) for value in values}
             self._reverse(checkpoint.first, checkpoint.last, within)
+            self._copy_gradients(checkpoint, incoming)
             self._part_gradients(checkpoint)
             self._keep_graph(checkpoint)
             for storage in (*held, *self._inputs.pop(checkpoint)):
@@ -315,6 +317,14 @@ class _Player:
                 if inside_gradient is not None:
                     self._accumulate(value, inside_gradient)
             position = checkpoint.first - 1
+
+    def _copy_gradients(self, region: Region, incoming: list[_Storage]) -> None:
+        """A leaf takes no gradient that others hold as it is, like one that a region hands straight on."""
+        for value in self._region_values(region):
+            gradient = self._gradients.get(value)
+            if gradient in incoming:
+                self._gradients[value] = self._new(value, f"{value.name} gradient")
+                self._release(gradient)
 
     def _part_gradients(self, region: Region) -> None:
         """Give each view its own gradient where one tensor holds those of all the views of another.

@@ -83,7 +83,7 @@ def _sharded(name: str, weights: Weights, members: Integers, ranks: int, bucket_
     # As if there were one bucket. Others begin at a multiple of `unit`, and so of the parameters' alignment.
     aligned = _aligned(numel, _PARAMETER_ALIGNMENT)
     begins = np.cumsum(aligned) - aligned
-    firsts = _first_of_buckets(begins, numel, bucket_size)
+    firsts = _first_of_buckets(begins, numel, bucket_size, np.flatnonzero(weights.shared_embedding[laid_out]))
     lasts = np.append(firsts[1:], len(numel)) - 1
     lengths = _aligned(begins[lasts] + numel[lasts] - begins[firsts], unit)
     counts = lasts - firsts + 1
@@ -92,16 +92,22 @@ def _sharded(name: str, weights: Weights, members: Integers, ranks: int, bucket_
     return Buffer(name, int(lengths.sum()), members, laid_out[owned > 0], owned[owned > 0])
 
 
-def _first_of_buckets(begins: Integers, numel: Integers, bucket_size: int | None) -> Integers:
-    """Positions of the first parameter of each bucket: one ends with the parameter that fills it."""
+def _first_of_buckets(begins: Integers, numel: Integers, bucket_size: int | None, alone: Integers) -> Integers:
+    """Positions of the first parameter of each bucket: one ends with the parameter that fills it.
+
+    Parameters at the positions `alone` have a bucket to themselves.
+    """
+    cuts = np.unique([*alone, *(alone + 1), len(numel)])
+    cuts = cuts[cuts > 0]
     if bucket_size is None:
-        return np.zeros(1, dtype=np.int64)
+        return np.concatenate([np.zeros(1, dtype=np.int64), cuts[:-1]])
     # Arrays of their own: numpy's are slow one element at a time.
     starts, ends = array("q", begins.tobytes()), array("q", (begins + numel).tobytes())
     firsts, first = [], 0
-    while first < len(ends):
-        firsts.append(first)
-        first = bisect_left(ends, starts[first] + bucket_size, lo=first) + 1
+    for cut in cuts.tolist():
+        while first < cut:
+            firsts.append(first)
+            first = min(bisect_left(ends, starts[first] + bucket_size, lo=first) + 1, cut)
     return np.array(firsts, dtype=np.int64)
 
 

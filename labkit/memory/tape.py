@@ -148,6 +148,8 @@ class Parameter(NamedTuple):
     after backward (`param.sequence_parallel`, `finalize_model_grads`)."""
     trainable: bool = True
     """It has a gradient; frozen parameters are weights alone."""
+    shared_embedding: bool = False
+    """Another pipeline stage has it too (`param.shared_embedding`)."""
 
     @property
     def numel(self) -> int:
@@ -224,6 +226,7 @@ class Tape:
         replicated: bool = False,
         trainable: bool | None = None,
         count: int | None = None,
+        shared_embedding: bool = False,
     ) -> None:
         """Declare weights, in the order Megatron registers them; `count` numbers equal ones from 0.
 
@@ -232,7 +235,8 @@ class Tape:
         names = [name] if count is None else [f"{name}{index}" for index in range(count)]
         trains = not self.frozen if trainable is None else trainable
         self.parameters += [
-            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated, trains) for each in names
+            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated, trains, shared_embedding)
+            for each in names
         ]
 
     def value(

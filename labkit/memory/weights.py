@@ -56,6 +56,8 @@ class Weights:
         self.trainable = _column([each.trainable for each in listed], index)
         self.replicated = _column([each.replicated for each in listed], index)
         """Computed on a sequence shard but not sharded itself."""
+        self.shared_embedding = _column([each.shared_embedding for each in listed], index)
+        """Another pipeline stage has it too."""
 
     @cached_property
     def parameters(self) -> list[Parameter]:

@@ -11,8 +11,12 @@ from labkit.workload import Workload
 
 def embedding_parameters(tape: Tape, workload: Workload, sizes: Sizes) -> None:
     """In the order `LanguageModelEmbedding` registers them."""
-    tape.parameter("word_embeddings.weight", (workload.padded_vocab_size // sizes.tp, sizes.hidden))
-    if workload.model.position_embedding_type == "learned_absolute":
+    model = workload.model
+    tied = not model.untie_embeddings_and_output_weights and workload.parallelism.pp > 1
+    shared = tied or embeds_twice(workload)
+    shape = workload.padded_vocab_size // sizes.tp, sizes.hidden
+    tape.parameter("word_embeddings.weight", shape, shared_embedding=shared)
+    if model.position_embedding_type == "learned_absolute":
         tape.parameter("position_embeddings.weight", (sizes.choices.learned_positions, sizes.hidden))
 
 

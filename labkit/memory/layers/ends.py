@@ -90,7 +90,8 @@ def _output_weight(tape: Tape, workload: Workload, words: Value) -> Value:
         if embeds_twice(workload):
             tape.parameter("weight", words.shape)  # which nothing uses (`skip_weight_param_allocation`)
         return words
-    tape.parameter("weight", words.shape)
+    # A copy of the words' on a stage of its own, where it is not untied.
+    tape.parameter("weight", words.shape, shared_embedding=not workload.model.untie_embeddings_and_output_weights)
     weight = tape.weight("weight", words.shape)
     tape.op("read_weight", [], [weight])
     return weight

@@ -61,6 +61,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallelism.account_for_loss_in_pipeline_split": True,
     },
     "tensor and expert ranks": TENSOR,
+    "tied embeddings, two data ranks": {
+        "parallelism.world_size": 4,
+        "model.untie_embeddings_and_output_weights": False,
+        "batch.global_batch_size": 12,
+        "training.data_parallel.overlap_grad_reduce": False,
+        "training.data_parallel.overlap_param_gather": False,
+    },
     "interleaved": INTERLEAVED,
     "interleaved, dense": INTERLEAVED | DENSE,
     "interleaved, four stages": INTERLEAVED | FOUR,
