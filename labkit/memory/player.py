@@ -135,6 +135,7 @@ class _Player:
         if tape.entry is not None:
             entry = self._storages[tape.entry] = _Storage(INPUT)
             entry.references += input_held
+            self.script.input_held = input_held
         if tape.exit is not None:
             tape.exit.storage.last_use = len(tape.ops)
         self._run(0, len(tape.ops) - 1, frozenset(), keep=keep)

@@ -116,6 +116,8 @@ class Script:
     """Slot of the residual stream it writes; None: it ends in the loss, or hands on nothing."""
     output_held: bool = False
     """Its backward needs what it writes, and frees it."""
+    input_held: bool = False
+    """That is so of the unit before."""
     gradient_in: int | None = None
     """Slot of the gradient of the residual stream it reads."""
     gradient_out_held: bool = False

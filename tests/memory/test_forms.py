@@ -22,6 +22,7 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
                 list(unit.regions),
                 fused_weight_gradients=fused,
                 gradient_held=unit.script.gradient_out_held,
+                input_held=unit.script.input_held,
                 differentiates=training.differentiates,
             )
             assert _content(unit.script) == _content(own), case
@@ -48,5 +49,6 @@ def _units(case: Workload) -> list[Unit]:
 
 
 def _content(script: Script) -> tuple[object, ...]:
-    ends = script.output, script.gradient_in, script.gradient_out_held, script.gradient_in_held
+    held = script.input_held, script.output_held, script.gradient_out_held, script.gradient_in_held
+    ends = script.output, script.gradient_in, held
     return script.slots, script.forward, script.backward, ends
