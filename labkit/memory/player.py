@@ -113,6 +113,9 @@ class _Player:
         self._restored: dict[int, list[_Storage]] = {}
         """What restored regions hold, by their first operation."""
         self._gradients: dict[Value, _Storage] = {}
+        self._late: tuple[Op, list[int], list[_Storage]] | None = None
+        """An operation whose backward ends with that of the norm before it, what that still holds, its gradients."""
+        self._left: list[int] = []
         self._dummy = _Storage(-1)
         """The gradient of a weight whose true one is added straight into the gradient buffer."""
         self._taken = -1
@@ -405,8 +408,13 @@ class _Player:
             gradients = self._backward_work(op, flowing)
         if not op.inputs and op.persists:
             flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
-        for storage in (*flowing, *saved):
+        late, self._late = self._late, None
+        for storage in saved if op.norms_first else (*flowing, *saved):
             self._release(storage)
+        if op.norms_first and flowing:
+            self._late = op, self._left, flowing
+        if late is not None:
+            self._end_backward(*late)
         # The engine adds up gradients when the node has let go of what it had (`Engine::evaluate_function`).
         for value, gradient in gradients:
             self._accumulate(value, gradient)
@@ -422,13 +430,23 @@ class _Player:
         if op.weight_gradient is not None and not fused:
             weights = self._weight_gradients(op, op.weight_gradient)
         self._scratch(listed[here + 1 :], temporaries)
-        if op.weight_gradient is not None and fused:
+        left = [*(slot for _, slot in temporaries), *weights]
+        if op.norms_first:
+            self._left = left
+        else:
+            self._end_backward(op, left, [])
+        return gradients
+
+    def _end_backward(self, op: Op, left: list[int], flowing: list[_Storage]) -> None:
+        """What a backward function still has when it returns."""
+        if op.weight_gradient is not None and self._fused_weight_gradients:
             # Fused into the gradient buffer a weight's gradient leaves autograd a cached dummy of the weight's shape
             # (`transformer_engine/pytorch/module/base.py`, `get_dummy_wgrad`).
             self._open_once(DUMMY, op.weight_gradient, DUMMY)
-        for slot in (*(slot for _, slot in temporaries), *weights):
+        for slot in left:
             self._steps.append((CLOSE, slot, ""))
-        return gradients
+        for storage in flowing:
+            self._release(storage)
 
     def _scratch(self, listed: Sequence[Value | Free], opened: list[tuple[str, int]]) -> None:
         """Open temporaries into `opened`, names and slots, and free them, in order."""

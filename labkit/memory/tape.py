@@ -108,6 +108,8 @@ class Op:
     backward_temporaries: tuple[Value | Free, ...]
     aliases: bool
     """Backward hands its output's gradient on as the inputs' gradient: no new tensor."""
+    norms_first: bool
+    """A linear with the norm before it: one function, whose backward ends with the norm's."""
     views_gradient: bool
     """Backward returns views of new tensors: no other gradient is added into them."""
     gradient_in: Value | None
@@ -284,6 +286,7 @@ class Tape:
         temporaries: Sequence[Buffer | Free] = (),
         backward_temporaries: Sequence[Buffer | Free] = (),
         aliases: bool = False,
+        norms_first: bool = False,
         views_gradient: bool = False,
         gradient_in: Value | None = None,
         weight: Shape | None = None,
@@ -316,6 +319,7 @@ class Tape:
             self._scratches(temporaries),
             self._scratches(backward_temporaries),
             aliases,
+            norms_first,
             views_gradient,
             gradient_in,
             weight,
@@ -339,6 +343,7 @@ class Tape:
                 self._layer,
                 self._kind,
                 aliases,
+                norms_first,
                 views_gradient,
                 weights,
                 library,

@@ -90,6 +90,7 @@ def column_parallel(
         saves=[x],
         temporaries=[full] if gathers else [],
         backward_temporaries=[*copy, full, full_gradient, GRADIENTS, Free("gathered_input")] if gathers else copy,
+        norms_first=bool(tape.ops) and tape.ops[-1].module == tape.path and x.made == len(tape.ops) - 1,
         views_gradient=True,
         weight=(out_width, width),
         library="te_gemm",
