@@ -40,6 +40,8 @@ study_app = typer.Typer(help="Run matched studies, and see where they stand.")
 app.add_typer(study_app, name="study")
 profile_app = typer.Typer(help="Keep measured peaks: they may raise an estimate, never lower it.")
 app.add_typer(profile_app, name="profile")
+import_app = typer.Typer(help="Make workloads of what others have.")
+app.add_typer(import_app, name="import")
 
 WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml", show_default=False)]
 StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", show_default=False)]
@@ -207,6 +209,36 @@ def profile_learn(study: StudyArgument, profiles: ProfilesOption, store: StoreOp
     known = Profiles(profiles)
     for observation in _open(study, store).results().observations:
         _say(known.learn(observation))
+
+
+@import_app.command("megatron-args")
+def import_megatron_args(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|-", show_default=False, help="Launch script, command line, or arguments as YAML or JSON."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default="standard output", help="Where the workload goes."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the launcher's")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="h100-80gb or h200-141gb.")] = None,
+) -> None:
+    """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""
+    from labkit.files import write_atomically
+    from labkit.importers.megatron import import_megatron
+
+    imported = import_megatron(None if file == "-" else Path(file), world_size=world_size, gpu=gpu)
+    if output is None:
+        _say(imported.yaml.rstrip("\n"))
+    else:
+        write_atomically(output, imported.yaml)
+    for note in imported.notes:
+        _warn(note)
 
 
 @app.command()

@@ -21,9 +21,10 @@ MAY_IMPORT = {
     "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},
     "drivers": TABLE | {"drivers"},
+    "importers": GROUND | {"console", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
     "report": TABLE | {"console", "report"},
-    "cli": TABLE | {"console", "memory", "drivers", "study", "report"},
+    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "report"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

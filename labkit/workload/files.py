@@ -73,17 +73,26 @@ def load_mapping(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not text in UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: no file's name has a null character
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    return parse_mapping(text, str(path))
+
+
+def parse_mapping(text: str, source: str) -> dict[str, Any]:
+    """The mapping that a text in YAML or JSON is; `source` names it in errors.
+
+    Raises:
+        InputError: it is not YAML, or holds no mapping with text keys.
+    """
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a safe loader)
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
+        raise InputError(f"{source}: not valid YAML: {_yaml_problem(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # What PyYAML's constructors let through where a tag does not fit its value: `!!bool abc`, `!!timestamp x`.
-        raise InputError(f"{path}: not valid YAML: a value does not fit its tag ({type(error).__name__})") from None
+        raise InputError(f"{source}: not valid YAML: a value does not fit its tag ({type(error).__name__})") from None
     if data is None:
-        raise InputError(f"{path}: empty; expected a mapping of keys to values")
+        raise InputError(f"{source}: empty; expected a mapping of keys to values")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise InputError(f"{path}: expected a mapping with text keys at the top")
+        raise InputError(f"{source}: expected a mapping with text keys at the top")
     return data
 
 

@@ -1,0 +1,261 @@
+"""Megatron's own reading of launch arguments: its parser, its validator, its `TransformerConfig`.
+
+A process of its own (`python -m labkit.drivers.trace.megatron_args`), because Megatron reads `sys.argv` and the
+environment, and its import needs the stand-in for the GPU. It reads one JSON object from standard input, `{"arguments",
+"environment", "world_size", "gpu", "silent"}`, and answers with one on standard output: what `read` returns as plain
+data, or `{"error": "one sentence"}`. Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
+"""
+
+import argparse
+import ast
+import dataclasses
+import enum
+import json
+import math
+import os
+import re
+import sys
+import traceback
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from labkit.errors import InputError
+from labkit.workload.gpu import GPUS
+
+_ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA_DEVICE|CUDA_GRAPHS|CUBLAS|MAMBA|PYTORCH_(CUDA_)?ALLOC)_\w+")
+"""Variables that the validator, Megatron Core or Transformer Engine read, and that load nothing into a process."""
+_GAP = re.compile("\0([^\0]*)\0")
+_PATTERN = re.compile(r"[\d\[\]()+*,\s]*")
+_MOST_ENTRIES = 2**16
+_ELSEWHERE = {
+    "yaml_cfg": "write what that file says as arguments",
+    "heterogeneous_layers_config_path": "labkit has no models whose layers differ that way",
+    "heterogeneous_layers_config_encoded_json": "labkit has no models whose layers differ that way",
+    "perform_rl_step": "labkit has no reinforcement learning",
+}
+"""Arguments that make it another program, or that are read from files which may be elsewhere."""
+_FILES = ("result_rejected_tracker_filename", "enable_msc", "non_persistent_ckpt_type", "te_precision_config_file")
+_FILES_OF_KITCHEN = ("kitchen_config_file", "kitchen_recipe_number")
+
+
+def main() -> None:
+    """Answer one request."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # Megatron prints
+    request = json.load(sys.stdin)
+    from labkit.drivers.trace.surface import fake_cuda
+
+    with fake_cuda(GPUS[request["gpu"]]):
+        try:
+            namespace, parser, given, config = read(request)
+            answer: dict[str, Any] = {
+                "values": {name: plain(value) for name, value in vars(namespace).items()},
+                "given": {name: plain(value) for name, value in given.items()},
+                "options": {action.dest: action.option_strings[0] for action in parser._actions},
+                "config": plain_config(config),
+            }
+        except InputError as error:
+            answer = {"error": str(error)}
+    with os.fdopen(answers, "w") as stream:
+        json.dump(answer, stream)
+
+
+def read(request: dict[str, Any]) -> tuple[argparse.Namespace, argparse.ArgumentParser, dict[str, Any], Any]:
+    """The validated arguments, their parser, those given that are not the default, and Megatron's configuration.
+
+    Raises:
+        InputError: Megatron refuses them, or they are not all known.
+    """
+    import torch
+    from megatron.training import arguments
+
+    for name in [name for name in os.environ if _ENVIRONMENT.fullmatch(name)]:
+        del os.environ[name]
+    os.environ.update(_environment(request["environment"], request["arguments"]))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(request["world_size"] or 1)}
+    parsers: list[argparse.ArgumentParser] = []
+
+    def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(parser)
+        sys.argv = ["megatron", *_known(request["arguments"], parser, request["silent"])]
+        return parser
+
+    with _one_sentence("Megatron's parser"):
+        namespace = arguments.parse_args(prepare)
+    (parser,) = parsers
+    given = {name: value for name, value in vars(namespace).items() if value != parser.get_default(name)}
+    for name in (*_FILES, *_FILES_OF_KITCHEN):
+        if hasattr(namespace, name):
+            setattr(namespace, name, parser.get_default(name))
+    if request["world_size"] is None:
+        namespace.world_size = _smallest_world(namespace)
+    # It would import a compiler; nothing is computed here.
+    torch.use_deterministic_algorithms = _nothing
+    with _one_sentence("Megatron's validator"):
+        arguments.validate_args(namespace)
+        config = arguments.core_transformer_config_from_args(namespace)
+    return namespace, parser, given, config
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    pass
+
+
+def _environment(environment: dict[str, str], words: list[str]) -> dict[str, str]:
+    for name, value in environment.items():
+        if _ENVIRONMENT.fullmatch(name) and (found := _GAP.search(value)):
+            raise InputError(f"{name} needs {found.group(1)}")
+    kept = {name: value for name, value in environment.items() if _ENVIRONMENT.fullmatch(name)}
+    if not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
+        # Launch files leave it to the cluster; what Megatron asks for decides no memory.
+        kept.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return kept
+
+
+def _known(words: list[str], parser: argparse.ArgumentParser, silent: list[str]) -> list[str]:
+    """The words without silent options whose value is not known.
+
+    Raises:
+        InputError: an option does not exist or cannot be imported, or one that matters has a value that is not known.
+    """
+    options = parser._option_string_actions
+    kept: list[str] = []
+    for group in _groups(words):
+        name = group[0].partition("=")[0]
+        action = options.get(name)
+        if name.startswith("--") and action is None:
+            raise InputError(f"unknown argument {_shown(name)}{_nearest(name[:80], list(options))}")
+        if action is not None and action.dest in _ELSEWHERE:
+            raise InputError(f"{name} cannot be imported; {_ELSEWHERE[action.dest]}")
+        found = _GAP.search(" ".join(group))
+        if found and (action is None or not any(fnmatchcase(action.dest, pattern) for pattern in silent)):
+            raise InputError(f"{name if action else 'an argument'} needs {found.group(1)}")
+        if not found:
+            for word in group:
+                _small(word)
+            kept += group
+    return kept
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else "; Megatron Core 0.19 has none like it"
+
+
+def _groups(words: list[str]) -> list[list[str]]:
+    """Each option with its values."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def _small(word: str) -> None:
+    """Megatron evaluates lists such as `([0]*3+[1]*5)`; a short one may stand for more than memory holds.
+
+    Raises:
+        InputError: it does.
+    """
+    text = word.partition("=")[2] if word.startswith("--") else word
+    if "[" not in text or not _PATTERN.fullmatch(text):
+        return
+    try:
+        _size(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise InputError(f"the list {_shown(text)} is none, or too long") from None
+
+
+def _size(node: ast.expr) -> int:
+    """The value of a number, or the length of a list.
+
+    Raises:
+        ValueError: it is neither, or too large.
+    """
+    size: int | None = None
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        size = node.value
+    elif isinstance(node, ast.List | ast.Tuple):
+        size = max(len(node.elts), *(_size(element) for element in node.elts), 0)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _size(node.left), _size(node.right)
+        size = left + right if isinstance(node.op, ast.Add) else left * right
+    if size is None or size > _MOST_ENTRIES:
+        raise ValueError
+    return size
+
+
+def _smallest_world(namespace: argparse.Namespace) -> int:
+    """Ranks that the layout needs at least."""
+    pipeline = namespace.pipeline_model_parallel_size
+    dense = namespace.tensor_model_parallel_size * namespace.context_parallel_size * pipeline
+    expert_tensor = namespace.expert_tensor_parallel_size or namespace.tensor_model_parallel_size
+    experts = expert_tensor * namespace.expert_model_parallel_size * pipeline if namespace.num_experts else 1
+    return max(math.lcm(dense, experts), 1)
+
+
+class _one_sentence:  # used as a function
+    """Whatever Megatron says when it refuses becomes an `InputError`."""
+
+    def __init__(self, who: str) -> None:
+        self.who = who
+
+    def __enter__(self) -> None:
+        self._error = argparse.ArgumentParser.error
+        argparse.ArgumentParser.error = _raise  # type: ignore[method-assign,assignment]
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        argparse.ArgumentParser.error = self._error  # type: ignore[method-assign]
+        if error is None or isinstance(error, InputError):
+            return
+        if isinstance(error, Exception | SystemExit):
+            raise InputError(f"{self.who} refuses the arguments: {_said(error)}") from None
+
+
+def _raise(parser: argparse.ArgumentParser, message: str) -> None:
+    raise InputError(_shown(message, 400))
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says, or the line that raised it."""
+    said = "" if isinstance(error, SystemExit) else str(error)
+    if not said.strip():
+        frames = traceback.extract_tb(error.__traceback__)
+        said = (frames[-1].line or "") if frames else ""
+    kind = "" if isinstance(error, AssertionError | ValueError | SystemExit) else f"{type(error).__name__}: "
+    return kind + _shown(said, 400)
+
+
+def _shown(text: str, most: int = 80) -> str:
+    line = " ".join(_GAP.sub("...", text).split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: dtypes by labkit's names, enumerations and functions by their own."""
+    import torch
+
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
+        return names.get(value, str(value))
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return getattr(value, "__name__", None) or type(value).__name__
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A configuration's fields as JSON has them."""
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+if __name__ == "__main__":
+    main()

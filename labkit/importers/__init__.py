@@ -1,0 +1,1 @@
+"""From other people's descriptions of a run to a `Workload`."""

@@ -1,0 +1,385 @@
+"""Megatron's validated arguments and its configuration as fields of a `Workload`, and what no field expresses.
+
+The inverse of `labkit.drivers.build`. Everything is stated, so that Megatron's defaults hold and not labkit's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from labkit.errors import InputError
+from labkit.importers.silent import decides_no_memory
+
+_GPT2_VOCABULARY = 50257
+_DEFAULT_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+_GPUS = {"h100": "h100-80gb", "h200": "h200-141gb"}
+
+
+class Fields(NamedTuple):
+    """A workload as a mapping, and what it leaves out."""
+
+    mapping: dict[str, Any]
+    not_expressed: list[str]
+    assumed: list[str]
+
+
+class Arguments(NamedTuple):
+    """What Megatron made of the arguments (`labkit.drivers.trace.megatron_args`)."""
+
+    values: Mapping[str, Any]
+    """Every argument after validation."""
+    given: Mapping[str, Any]
+    """Those that were given and differ from Megatron's default, before validation."""
+    options: Mapping[str, str]
+    """How each is written on a command line."""
+    config: Mapping[str, Any]
+    """Fields of Megatron's `TransformerConfig`."""
+
+
+_SAME = {
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads attention_output_gate qk_layernorm "
+    "normalization gated_linear_unit add_bias_linear hidden_dropout attention_dropout",
+    "attention": "num_query_groups kv_channels add_qkv_bias",
+    "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
+    "gated_delta_net": "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads",
+    "mamba": "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
+    "mixture_of_experts": "num_moe_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+    "moe_shared_expert_gate moe_latent_size moe_layer_freq moe_router_score_function moe_router_pre_softmax "
+    "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype moe_expert_capacity_factor "
+    "moe_pad_expert_input_to_capacity moe_token_drop_policy",
+    "parallelism": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size sequence_parallel cp_comm_type virtual_pipeline_model_parallel_size "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split",
+    "kernels": "attention_backend bias_activation_fusion use_fused_weighted_squared_relu bias_dropout_fusion "
+    "apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    "expert_kernels": "moe_token_dispatcher_type moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
+    "recompute": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
+    "optimizer": "optimizer use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype "
+    "exp_avg_sq_dtype",
+}
+"""Fields that have the same name and meaning on both sides."""
+
+_OTHER = """
+    num_experts disable_bias_linear group_query_attention multi_latent_attention experimental_attention_variant
+    linear_attention_freq hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model
+    mtp_num_layers swiglu squared_relu bias_gelu_fusion bias_swiglu_fusion position_embedding_type
+    use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent rope_type
+    untie_embeddings_and_output_weights vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by
+    max_position_embeddings seq_length micro_batch_size global_batch_size decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    microbatch_group_size_per_vp_stage expert_tensor_parallel_size moe_layer_recompute recompute_activations
+    moe_grouped_gemm moe_flex_dispatcher_backend moe_enable_deepep bf16 use_distributed_optimizer overlap_grad_reduce
+    overlap_param_gather ddp_average_in_collective accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe
+    create_attention_mask_in_dataloader spec hidden_size eval_global_batch_size eval_micro_batch_size
+"""
+EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())
+"""Arguments (`dest`) that become fields, or that `fields` itself judges."""
+
+_MEANING = {
+    "deterministic_mode": "deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
+    "transformer_impl": "taken as Transformer Engine's layers",
+    "fp8": "FP8 copies of weights and activations; taken as bf16 throughout",
+    "fp8_param_gather": "parameters in FP8; taken as bf16",
+    "fp4": "FP4 copies of weights and activations; taken as bf16 throughout",
+    "fp16": "taken as bf16",
+    "cuda_graph_impl": "memory pools of CUDA graphs",
+    "use_megatron_fsdp": "parameters sharded by Megatron-FSDP; taken as Megatron's own data parallelism",
+    "use_torch_fsdp2": "parameters sharded by PyTorch's FSDP2; taken as Megatron's own data parallelism",
+    "num_distributed_optimizer_instances": "optimizer state sharded over part of the ranks; taken as over all",
+    "pipeline_model_parallel_layout": "layers placed by hand; taken as spread evenly",
+    "fine_grained_activation_offloading": "activations moved to the host; taken as kept",
+    "cpu_offloading_num_layers": "activations moved to the host; taken as kept",
+    "optimizer_cpu_offload": "optimizer state on the host; taken as on the GPU",
+    "overlap_moe_expert_parallel_comm": "two micro-batches under way at once; taken as one",
+    "delay_wgrad_compute": "inputs of linears wait for their weight gradients; taken as computed at once",
+    "use_transformer_engine_op_fuser": "MLPs of fused operations; taken as Transformer Engine's modules",
+    "use_checkpoint_args": "the checkpoint's own arguments stand in for these; give those",
+    "rotary_interleaved": "taken as rotary halves side by side",
+    "qk_l2_norm": "norms of queries and keys without weights; taken as none",
+    "tp_comm_overlap": "user buffers of tensor-parallel overlap",
+    "nccl_ub": "gradient and parameter buffers in NCCL's own pool",
+    "overlap_p2p_comm": "taken as overlapped where stages interleave",
+    "overlap_p2p_comm_warmup_flush": "receive buffers of overlapped warm-up",
+    "log_num_zeros_in_grad": "a comparison of each gradient",
+    "empty_unused_memory_level": "blocks given back between steps: less is reserved, the peak is the same",
+    "rampup_batch_size": "taken as the full batch from the start",
+    "freeze_all_layers": "taken as trained",
+    "skip_train": "taken as training",
+    "window_size": "taken as attention to everything before",
+    "disable_jit_fuser": "compiled regions run eagerly and keep more",
+}
+_ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("1", "deterministic attention kernels have other workspaces"),
+    "NVTE_FLASH_ATTN": ("1", "flash-attention is switched off"),
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP": ("0", "another kernel for the experts' MLP"),
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", "another size of cuBLAS workspaces"),
+}
+"""Variables that change what is allocated, the value that is labkit's, and what another one means.
+
+`:4096:8` is 32 MiB, what PyTorch takes on sm90 by itself (`CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
+
+
+def fields(read: Arguments, *, name: str, gpu: str, environment: Mapping[str, str]) -> Fields:
+    """The workload that Megatron's reading of the arguments describes.
+
+    Raises:
+        InputError: the model is none labkit has, or its vocabulary is not known.
+    """
+    return _Mapping(read).workload(name, gpu, environment)
+
+
+class _Mapping:
+    def __init__(self, read: Arguments) -> None:
+        self.values, self.given, self.options, self.config = read
+        self.lost: list[str] = []
+        self.assumed: list[str] = []
+
+    def workload(self, name: str, gpu: str, environment: Mapping[str, str]) -> Fields:
+        self._refuse()
+        mapping = {
+            "model": {"name": name, **self._model()},
+            "parallelism": self._parallelism(),
+            "batch": {key: self.values[key] for key in ("seq_length", "micro_batch_size", "global_batch_size")},
+            "recompute": self._recompute(),
+            "training": {
+                "gpu": self._gpu(gpu),
+                "kernels": self._kernels(environment),
+                "data_parallel": self._data_parallel(),
+                "optimizer": self._optimizer(),
+            },
+        }
+        self._precision()
+        self._batch_tensors()
+        self._environment(environment)
+        self._rest()
+        return Fields(mapping, self.lost, self.assumed)
+
+    def _lose(self, dest: str, meaning: str, value: Any = None) -> None:
+        """Report an argument that no field expresses."""
+        shown = self.given.get(dest) if value is None else value
+        self.lost.append(f"{self.options[dest]}{_as_written(shown)}: {meaning}")
+
+    def _same(self, part: str) -> dict[str, Any]:
+        return {name: self.config.get(name, self.values.get(name)) for name in _SAME[part].split()}
+
+    def _refuse(self) -> None:
+        if self.values.get("decoder_num_layers") is not None or "encoder_num_layers" in self.given:
+            raise InputError(
+                "--encoder-num-layers and --decoder-num-layers make an encoder and a decoder; labkit has decoders"
+            )
+        variant = self.config["experimental_attention_variant"]
+        if variant not in (None, "gated_delta_net"):
+            raise InputError(f"--experimental-attention-variant {variant}: labkit has gated_delta_net alone")
+
+    def _model(self) -> dict[str, Any]:
+        config, values = self.config, self.values
+        latent = bool(config["multi_latent_attention"])
+        pattern = values["hybrid_layer_pattern"]
+        model = {
+            **self._same("model"),
+            **self._vocabulary(),
+            **self._positions(latent=latent),
+            "activation_func": self._activation(),
+            "untie_embeddings_and_output_weights": values["untie_embeddings_and_output_weights"],
+            "mtp_num_layers": config["mtp_num_layers"] or None,
+            "hybrid_layer_pattern": pattern,
+        }
+        if latent:
+            model["multi_latent_attention"] = self._same("multi_latent_attention")
+        else:
+            model |= self._same("attention")
+        if "G" in (pattern or "") or config["experimental_attention_variant"] == "gated_delta_net":
+            frequency = None if pattern else config["linear_attention_freq"]
+            model["gated_delta_net"] = {"linear_attention_freq": frequency, **self._same("gated_delta_net")}
+        if "M" in (pattern or ""):
+            model["mamba"] = self._same("mamba")
+        if config["num_moe_experts"]:
+            model["mixture_of_experts"] = self._experts()
+        return model
+
+    def _vocabulary(self) -> dict[str, int]:
+        """The vocabulary before padding, and what it is padded to a multiple of."""
+        values, divisor = self.values, self.values["make_vocab_size_divisible_by"]
+        if values["padded_vocab_size"] is not None:
+            return {"vocab_size": values["padded_vocab_size"], "make_vocab_size_divisible_by": 1}
+        size, tokenizer = values["vocab_size"], values["tokenizer_type"]
+        if size is None and tokenizer in (None, "GPT2BPETokenizer"):
+            size = _GPT2_VOCABULARY
+            if tokenizer is None:
+                self.assumed.append("no vocabulary is given: that of GPT2BPETokenizer, 50257 tokens")
+        if size is None:
+            raise InputError(f"--tokenizer-type {tokenizer}: its vocabulary is not known here; add --vocab-size")
+        return {"vocab_size": size, "make_vocab_size_divisible_by": divisor if values["pad_vocab_size"] else 1}
+
+    def _positions(self, *, latent: bool) -> dict[str, Any]:
+        values = self.values
+        kind = values["position_embedding_type"]
+        if kind not in ("learned_absolute", "rope", "none"):
+            self._lose("position_embedding_type", "taken as rope")
+            kind = "rope"
+        longest = values["max_position_embeddings"]
+        if kind == "learned_absolute" and longest != values["seq_length"]:
+            self._lose(
+                "max_position_embeddings", f"a table of so many positions; taken as {values['seq_length']}", longest
+            )
+        if latent and self.config["rope_type"] != "rope":
+            self._lose("rope_type", "tables of YaRN's cosines and sines; taken as rope", self.config["rope_type"])
+        return {
+            "position_embedding_type": kind,
+            "rotary_base": int(values["rotary_base"]),
+            "rotary_percent": values["rotary_percent"],
+        }
+
+    def _activation(self) -> str:
+        name: str = self.config["activation_func"]
+        if name not in ("silu", "gelu", "squared_relu"):
+            self._lose("quick_geglu", f"taken as gelu, not {name}")
+            return "gelu"
+        return name
+
+    def _experts(self) -> dict[str, Any]:
+        experts = self._same("mixture_of_experts")
+        kind = experts["moe_router_load_balancing_type"]
+        if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
+            self._lose("moe_router_load_balancing_type", "taken as none")
+            experts["moe_router_load_balancing_type"] = "none"
+            if kind == "sinkhorn" and experts["moe_router_topk"] == 1:
+                experts["moe_router_score_function"] = "sigmoid"  # `TopKRouter.sinkhorn_load_balancing`
+        if isinstance(experts["moe_aux_loss_coeff"], list):
+            experts["moe_aux_loss_coeff"] = max(experts["moe_aux_loss_coeff"])
+        if experts["moe_router_dtype"] not in (None, "fp32"):
+            self._lose("moe_router_dtype", "taken as fp32")
+            experts["moe_router_dtype"] = "fp32"
+        if self.values["hybrid_layer_pattern"]:
+            experts["moe_layer_freq"] = 1  # the pattern says which
+        if not self.config["moe_grouped_gemm"]:
+            self._lose("moe_grouped_gemm", "experts one after the other; taken as one grouped GEMM", "not given")
+        return experts
+
+    def _parallelism(self) -> dict[str, Any]:
+        layout = {"world_size": self.values["world_size"], **self._same("parallelism")}
+        if layout["cp_comm_type"] == "allgather":
+            layout["cp_comm_type"] = "all_gather"
+        if layout["cp_comm_type"] not in ("p2p", "a2a", "all_gather"):
+            self._lose("cp_comm_type", "taken as p2p in all layers")
+            layout["cp_comm_type"] = "p2p"
+        if self.config["num_moe_experts"]:
+            layout["expert_tensor_parallel_size"] = self.config["expert_tensor_parallel_size"]
+        if layout["virtual_pipeline_model_parallel_size"]:
+            layout["microbatch_group_size_per_vp_stage"] = self.config["microbatch_group_size_per_vp_stage"]
+        return layout
+
+    def _recompute(self) -> dict[str, Any]:
+        choice = self._same("recompute")
+        if choice["recompute_granularity"] != "selective":
+            choice["recompute_modules"] = None
+        return choice
+
+    def _kernels(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        kernels = self._same("kernels")
+        backend = kernels["attention_backend"]
+        if backend == "auto":
+            kernels["attention_backend"], why = self._chosen_backend(environment)
+            self.assumed.append(f"--attention-backend auto: {kernels['attention_backend']}, {why}")
+        elif backend not in ("fused", "flash", "unfused"):
+            kernels["attention_backend"] = "unfused"
+            self._lose("attention_backend", "taken as unfused")
+        if self.config["multi_latent_attention"] and self.config["rope_type"] != "rope":
+            kernels["apply_rope_fusion"] = False  # Megatron Core fuses only the YaRN form
+        return {**kernels, **self._expert_kernels()}
+
+    def _chosen_backend(self, environment: Mapping[str, str]) -> tuple[str, str]:
+        """`get_attention_backend` of Transformer Engine on Hopper with flash-attention installed, and why."""
+        if environment.get("NVTE_FUSED_ATTN") == "0":
+            return "flash", "as NVTE_FUSED_ATTN=0 leaves it"
+        deterministic = environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" or self.values["deterministic_mode"]
+        if deterministic and self.config["attention_dropout"]:
+            return "flash", "as cuDNN has no deterministic backward with dropout"  # `nvte_get_fused_attn_backend`
+        return "fused", "what Transformer Engine prefers on Hopper"
+
+    def _expert_kernels(self) -> dict[str, Any]:
+        if not self.config["num_moe_experts"]:
+            return {}
+        kernels = self._same("expert_kernels")
+        backend = self.config["moe_flex_dispatcher_backend"]
+        if kernels["moe_token_dispatcher_type"] == "flex" and backend != "hybridep":
+            self._lose("moe_flex_dispatcher_backend", "taken as the alltoall dispatcher", backend)
+            kernels["moe_token_dispatcher_type"] = "alltoall"
+        return kernels
+
+    def _data_parallel(self) -> dict[str, Any]:
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        return {
+            **{name: self.values[name] for name in names},
+            "grad_reduce_in_fp32": self.values["accumulate_allreduce_grads_in_fp32"],
+            "average_in_collective": self.values["ddp_average_in_collective"],
+        }
+
+    def _optimizer(self) -> dict[str, Any]:
+        optimizer = self._same("optimizer")
+        if optimizer["optimizer"] not in ("adam", "sgd"):
+            self._lose("optimizer", "taken as adam")
+            optimizer["optimizer"] = "adam"
+        if self.values["fp8_recipe"] != "delayed":
+            if self.values["fp8_recipe"] == "tensorwise":
+                optimizer["fp8_recipe"] = "tensorwise"
+            else:
+                self._lose("fp8_recipe", "taken as none")
+        if optimizer["optimizer"] == "sgd" and not self.values["sgd_momentum"]:
+            self._lose("sgd_momentum", "no momentum; taken as one a parameter")
+        if not self.values["clip_grad"]:
+            self._lose("clip_grad", "no norm of the gradients; taken as computed")
+        return optimizer
+
+    def _gpu(self, stated: str) -> str:
+        gpu = _GPUS.get(stated.lower(), stated)
+        if gpu in _GPUS.values():
+            return gpu
+        if gpu:
+            self.lost.append(f"gpu {stated}: taken as h100-80gb")
+        return "h100-80gb"
+
+    def _precision(self) -> None:
+        if not self.values["bf16"] and not self.values["fp16"]:
+            self._lose("bf16", "parameters in fp32; taken as bf16", "not given")
+
+    def _batch_tensors(self) -> None:
+        """`get_batch_on_this_tp_rank`: a mask for every micro-batch, which the attention kernels do not read."""
+        if self.values["create_attention_mask_in_dataloader"]:
+            sequence = self.values["seq_length"]
+            mask = (
+                f"the batch's attention mask, {self.values['micro_batch_size'] * sequence**2} bytes; taken as left out"
+            )
+            self._lose("create_attention_mask_in_dataloader", mask, "not given")
+        spec = self.values["spec"]
+        if spec and spec != _DEFAULT_SPEC:
+            self._lose("spec", "layers of your own; taken as Megatron's")
+
+    def _environment(self, environment: Mapping[str, str]) -> None:
+        for name, (same, meaning) in _ENVIRONMENT.items():
+            if environment.get(name, same) != same and not self._unread(name):
+                self.lost.append(f"{name}={environment[name][:80]}: {meaning}")
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if environment.get(name):
+                self.lost.append(f"{name}={environment[name][:80]}: the allocator's blocks; taken as PyTorch's default")
+
+    def _unread(self, name: str) -> bool:
+        """Unfused attention is PyTorch's own operations."""
+        return name.startswith("NVTE_ALLOW") and self.config["attention_backend"] == "unfused"
+
+    def _rest(self) -> None:
+        for dest, value in self.given.items():
+            if dest.startswith("_") or dest not in self.options or dest in EXPRESSED or decides_no_memory(dest):
+                continue
+            self._lose(dest, _MEANING.get(dest, "labkit has no field for it"), value)
+
+
+def _as_written(value: Any) -> str:
+    """A value behind its option: nothing behind a flag."""
+    if value is None or isinstance(value, bool):
+        return ""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(text.split())
+    return f" {text}" if len(text) <= 80 else f" {text[:77]}..."

@@ -1,0 +1,67 @@
+"""Run as a process: texts of launches in (JSON list on standard input), what the importer made of each out.
+
+One process for all texts: Megatron's imports take seconds. `differing` are the fields on which Megatron's
+configuration of the arguments and that of the imported workload (`labkit.drivers.build`) do not agree.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from labkit.drivers.trace import megatron_args
+from labkit.drivers.trace.surface import fake_cuda
+from labkit.errors import InputError
+from labkit.importers.fields import Arguments, fields
+from labkit.importers.launch import read_launch
+from labkit.importers.silent import SILENT
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS
+
+
+def imported(text: str) -> dict[str, Any]:
+    """As `labkit.importers.megatron.import_megatron`, in this process."""
+    from labkit.drivers.build import transformer_config
+
+    launch = read_launch(text, "launch")
+    request = {
+        "arguments": list(launch.arguments),
+        "environment": dict(launch.environment),
+        "world_size": launch.world_size,
+        "silent": SILENT,
+    }
+    namespace, parser, given, config = megatron_args.read(request)
+    arguments = Arguments(
+        {name: megatron_args.plain(value) for name, value in vars(namespace).items()},
+        {name: megatron_args.plain(value) for name, value in given.items()},
+        {action.dest: action.option_strings[0] for action in parser._actions},
+        megatron_args.plain_config(config),
+    )
+    found = fields(arguments, name="imported", gpu=launch.gpu, environment=launch.environment)
+    workload = Workload.from_mapping(found.mapping)
+    theirs, ours = arguments.config, megatron_args.plain_config(transformer_config(workload))
+    return {
+        "workload": workload.model_dump(mode="json"),
+        "not_expressed": found.not_expressed,
+        "assumed": found.assumed,
+        "differing": {name: [theirs[name], ours[name]] for name in theirs if theirs[name] != ours[name]},
+    }
+
+
+def main() -> None:
+    """Answer all texts."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # Megatron prints
+    found = []
+    with fake_cuda(GPUS["h100-80gb"]):
+        for text in json.load(sys.stdin):
+            try:
+                found.append(imported(text))
+            except InputError as error:
+                found.append({"error": str(error)})
+    with os.fdopen(answers, "w") as stream:
+        json.dump(found, stream)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Launches through Megatron's own parser: the workload says what Megatron's configuration says, the rest is named.
+
+`jobs.jsonl`: recipes of Megatron-LM's functional tests (NVIDIA, `tests/functional_tests/test_cases`, 2026), without
+paths and logging.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from labkit.errors import InputError
+from labkit.importers.megatron import import_megatron
+from labkit.importers.silent import decides_no_memory
+from labkit.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+JOBS = {
+    job["case"]: json.dumps(job)
+    for job in map(json.loads, Path(__file__).with_name("jobs.jsonl").read_text(encoding="utf-8").splitlines())
+}
+DENSE = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 2 --global-batch-size 16 --bf16 --vocab-size 1000 --no-create-attention-mask-in-dataloader "
+    "--attention-backend fused"
+)
+ROPE = (
+    f"{DENSE} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
+)
+EXPERTS = (
+    "--num-experts 8 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 128 --moe-permute-fusion"
+)
+LINES = {
+    "dense": DENSE,
+    "swiglu": f"{ROPE} --group-query-attention --num-query-groups 2 --kv-channels 48 --qk-layernorm",
+    "experts": f"{ROPE} {EXPERTS} --moe-layer-freq '([0]*1+[1]*3)' --moe-shared-expert-intermediate-size 128 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-3 "
+    "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+    "latent": f"{ROPE} {EXPERTS} --multi-latent-attention --kv-lora-rank 64 --q-lora-rank 96 --qk-head-dim 32 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 32 --rope-type rope --no-rope-fusion --recompute-granularity selective "
+    "--recompute-modules mla_up_proj moe_act",
+    "delta": f"{ROPE} --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+    "--linear-key-head-dim 32 --linear-value-head-dim 32 --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--attention-output-gate",
+    "prediction": f"{ROPE} --mtp-num-layers 1 --untie-embeddings-and-output-weights",
+    "interleaved": f"{ROPE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "full": f"{DENSE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "precise": f"{ROPE} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --context-parallel-size 2 --cp-comm-type a2a",
+    "squared": f"{DENSE} --squared-relu --no-bias-gelu-fusion --no-bias-dropout-fusion",
+}
+REFUSED = {
+    "--num-layers $LAYERS --hidden-size 8": "--num-layers needs $LAYERS, which is not set",
+    "--num-layers $(rm -rf /) --hidden-size 8": "--num-layers needs what `rm -rf /` prints, and nothing is run here",
+    "--num-layer 3": "unknown argument --num-layer; did you mean --num-layers or",
+    "--num-layers x": "argument --num-layers: invalid int value: 'x'",
+    f"{DENSE} --tensor-model-parallel-size 3": "Megatron's",
+    f"{DENSE} --moe-layer-freq '([0]*99999)*99999'": "the list ([0]*99999)*99999 is none, or too long",
+    f"{DENSE} --moe-layer-freq 9**9**9**[9]": "the list 9**9**9**[9] is none, or too long",
+    f"{DENSE} '--linear-attention-freq=(99999999+9)*[0]'": "the list (99999999+9)*[0] is none, or too long",
+    f"{DENSE} --num-layers 1000000000": "num_layers",
+    f"{DENSE} --num-experts 1000000000": "",
+    f"{DENSE} --yaml-cfg /etc/passwd": "--yaml-cfg cannot be imported; write what that file says as arguments",
+    f"{DENSE} extra": "unrecognized arguments: extra",
+    f"{DENSE} --use-distributed-optimizer --overlap-param-gather": "Must use --overlap-param-gather with",
+    f"{ROPE} --hidden-size 250": "Megatron's validator refuses the arguments: assert args.hidden_size % args.num_att",
+    "--encoder-num-layers 2": "Megatron's",
+}
+UNLIKE = {
+    "persist_layer_norm": "of Megatron's own layer norms",
+    "tensor_parallel_num_weight_shards": "worked out before the configuration, or in it",
+    "expert_tensor_parallel_num_weight_shards": "the same",
+}
+"""Fields that differ and decide nothing, besides those whose argument is named in `silent.py`."""
+
+OTHER_NAMES = {
+    "fp8": "__fp8_format",
+    "overlap_p2p_comm_warmup_flush": "__overlap_p2p_communication_warmup_flush",
+    "moe_router_score_function": "__moe_router_load_balancing_type sinkhorn",  # which takes sigmoids of top-1 scores
+}
+"""Fields whose argument, where it is not expressed, is called something else."""
+
+type Found = dict[str, Any]
+
+
+def read(texts: list[str]) -> list[Found]:
+    """What the importer makes of texts, in one process."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.importers.reading"],
+        input=json.dumps(texts),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    found: list[Found] = json.loads(process.stdout)
+    return found
+
+
+@pytest.fixture(scope="session")
+def found() -> dict[str, Found]:
+    texts = JOBS | LINES | {text: text for text in REFUSED}
+    return dict(zip(texts, read(list(texts.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", [*JOBS, *LINES])
+def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str, Found], name: str) -> None:
+    one = found[name]
+    assert "error" not in one, one["error"]
+    said = " ".join(one["not_expressed"]).replace("-", "_") + " ".join(one["assumed"]).replace("-", "_")
+    differing = {
+        field: values
+        for field, values in one["differing"].items()
+        if field not in UNLIKE and not decides_no_memory(field) and f"__{field}" not in said
+    }
+    experts = one["workload"]["model"]["mixture_of_experts"]
+    if experts is None or one["workload"]["training"]["kernels"]["moe_token_dispatcher_type"] != "flex":
+        differing.pop("moe_flex_dispatcher_backend", None)  # of a dispatcher that is not used
+    assert {field for field in differing if OTHER_NAMES.get(field, "-") not in said} == set()
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_everything_is_expressed(found: dict[str, Found], name: str) -> None:
+    assert found[name]["not_expressed"] == []
+
+
+def test_megatrons_defaults_hold(found: dict[str, Found]) -> None:
+    workload = Workload.from_mapping(found["dense"]["workload"])
+    model, training = workload.model, workload.training
+    assert (model.normalization, model.activation_func, model.gated_linear_unit) == ("LayerNorm", "gelu", False)
+    assert (model.add_bias_linear, model.add_qkv_bias, model.position_embedding_type) == (
+        True,
+        True,
+        "learned_absolute",
+    )
+    assert (model.hidden_dropout, model.attention_dropout, model.ffn_hidden_size) == (0.1, 0.1, 1024)
+    assert not model.untie_embeddings_and_output_weights
+    assert not training.data_parallel.use_distributed_optimizer
+    assert not training.kernels.cross_entropy_loss_fusion
+    assert training.data_parallel.grad_reduce_in_fp32  # `validate_args` turns it on for bf16
+    assert workload.parallelism.world_size == 1
+
+
+def test_vocabulary_positions_and_layout_of_a_job(found: dict[str, Found]) -> None:
+    (name,) = (name for name in JOBS if "cross_entropy_loss_fusion" in name)
+    workload = Workload.from_mapping(found[name]["workload"])
+    assert (workload.padded_vocab_size, workload.model.vocab_size) == (50432, 50257)  # a multiple of 128 x 2
+    assert (workload.parallelism.world_size, workload.parallelism.tp, workload.parallelism.pp) == (8, 2, 2)
+    assert workload.training.kernels.cross_entropy_fusion_impl == "native"
+
+
+def test_what_is_not_expressed_is_named_once_and_plainly(found: dict[str, Found]) -> None:
+    (name,) = (name for name in JOBS if "multi_dist_optimizer_instances" in name)
+    assert found[name]["not_expressed"] == [
+        "--moe-router-load-balancing-type sinkhorn: taken as none",
+        "--moe-grouped-gemm not given: experts one after the other; taken as one grouped GEMM",
+        "--no-create-attention-mask-in-dataloader not given: the batch's attention mask, 4194304 bytes; "
+        "taken as left out",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: deterministic attention kernels have other workspaces",
+        "--deterministic-mode: deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
+        "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
+    ]
+
+
+def test_hybrid_pattern_marks_stages(found: dict[str, Found]) -> None:
+    (name,) = (name for name in JOBS if "hybrid_mr_mcore_te_tp1_pp4" in name)
+    model = found[name]["workload"]["model"]
+    assert model["hybrid_layer_pattern"].count("|") == 3
+    assert model["num_layers"] == len(model["hybrid_layer_pattern"].replace("|", ""))
+    assert model["mamba"]["mamba_state_dim"] == 128
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refusals_are_one_sentence(found: dict[str, Found], text: str) -> None:
+    error = found[text]["error"]
+    assert REFUSED[text] in error
+    assert "\n" not in error
+    assert "\0" not in error
+
+
+def test_command_writes_a_workload_whole(tmp_path: Path) -> None:
+    script, output = tmp_path / "my run.sh", tmp_path / "made" / "workload.yaml"
+    script.write_text(
+        f"#!/bin/bash\nDATA=$1\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\nARGS=({DENSE} --lr 1e-4 --data-path $DATA\n"
+        "  --fp8-format hybrid --train-iters ${ITERS})\n"
+        'torchrun --nproc_per_node 4 pretrain_gpt.py "${ARGS[@]}" --tensor-model-parallel-size 2\n'
+    )
+    command = [sys.executable, "-m", "labkit", "import", "megatron-args", str(script), "-o", str(output)]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False
+    )
+    lost = "not expressed: --fp8-format hybrid: FP8 copies of weights and activations; taken as bf16 throughout"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", f"labkit: {lost}\n")
+    assert output.read_text().startswith(f"# {lost}\n")
+    workload = Workload.load(output)
+    assert (workload.model.name, workload.parallelism.world_size) == ("my-run", 4)
+    stated = yaml.safe_load(output.read_text())
+    assert stated["training"]["kernels"]["apply_rope_fusion"] is False
+
+
+def test_files_that_say_nothing_are_refused_before_megatron_starts(tmp_path: Path) -> None:
+    binary, huge = tmp_path / "binary", tmp_path / "huge"
+    binary.write_bytes(b"\xff\xfe\x00")
+    huge.write_bytes(b"#" * (2**20 + 1))
+    for path, said in (
+        (binary, "not text in UTF-8"),
+        (huge, "larger than 1 MiB"),
+        (tmp_path, "regular"),
+        (tmp_path / "no", "read"),
+    ):
+        with pytest.raises(InputError, match=said):
+            import_megatron(path)
