@@ -23,6 +23,7 @@ _LARGE = 10 * MIB
 """From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
 _SEGMENT_UNIT = 2 * MIB
 _TOKEN_COUNT = rounded(DTYPE_BYTES["int32"])
+"""Of a schedule (`total_num_tokens`)."""
 
 
 def block(nbytes: Any) -> Any:
@@ -157,7 +158,7 @@ class _Levels:
 
 
 class _Tally:
-    """Sums up what `State` opens and closes; see `labkit.memory.state.StateBook`."""
+    """Sums up what `State` opens and closes; a `labkit.memory.weights.StateBook`."""
 
     def __init__(self, size: Callable[[Any], Any]) -> None:
         self._size = size
@@ -223,7 +224,7 @@ class _StateKey:
     workload: Workload = field(compare=False)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _state_changes(key: _StateKey, size: Callable[[Any], Any]) -> _StateChanges:
     state, tally = State(*weights(key.chunks), key.workload, key.stage), _Tally(size)
     # In the order they happen: what is opened in one is closed in another.

@@ -3,7 +3,7 @@
 A unit is a stretch of the model between two points of the residual stream: the embedding, a layer's mixer, a layer's
 MLP, the head, or a run of whole layers that one checkpoint covers. Units of one kind have one script, played once
 (`labkit.memory.player`) however many layers there are; `labkit.memory.estimate` writes a ledger from scripts,
-`labkit.memory.levels` sums them up without one.
+`labkit.memory.meter` sums them up without one.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,6 @@ CALLERS = frozenset((CALLER, SENT_GRADIENT, OUTPUTS))
 
 OF_CHUNK = "chunk: "
 """Begins the keys of what every model chunk of the process allocates once (a module outside the layers)."""
-
-
 DUMMY = "dummy weight gradient"
 """Key of what the process allocates once for each shape."""
 

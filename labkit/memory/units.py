@@ -145,7 +145,7 @@ class Recorder:
     """Records each kind of unit of a workload once, and plays it once for the labels that concern it."""
 
     def __init__(self, workload: Workload, sizes: Sizes) -> None:
-        """`sizes` may be those of many lengths (`Sizes.over`); then so are the bytes of the scripts."""
+        """`sizes` may be those of many lengths (`labkit.memory.sweep`); then so are the bytes on the tapes."""
         self._workload = workload
         self._sizes = sizes
         routing = workload.routing
