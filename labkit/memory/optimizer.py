@@ -74,9 +74,7 @@ class ShardedOptimizer:
         self._has_copies = self._copies_gradients
         for groups in self._optimizers:
             self._step_groups(book, [group for group in groups if len(group.numel)])
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._make_scales(book)
+        self._has_stepped = True
 
     def _step_groups(self, book: StateBook, groups: Sequence[Tensors]) -> None:
         """`FusedAdam.step`: states appear in the first one; narrow ones are copied to fp32 for the kernel and back.
@@ -87,6 +85,8 @@ class ShardedOptimizer:
         done = [copy._replace(verb="close") for copy in copies]
         held: Tensors | None = None
         for group in groups:
+            if not self._has_stepped:
+                self._make_scales(book, group)
             book.each(group, copies if self._has_stepped else [*self._making_states(), *copies])
             if held is not None:
                 book.each(held, done)
@@ -121,10 +121,10 @@ class ShardedOptimizer:
             acts += [clone, master, clone._replace(verb="close"), master._replace(verb="close")]
         return acts
 
-    def _make_scales(self, book: StateBook) -> None:
+    def _make_scales(self, book: StateBook, shards: Tensors) -> None:
         """One fp32 scalar for each state whose values are not fp32 (remainders are bits of fp32 ones)."""
         narrow = sum(dtype in ("bf16", "fp16") for dtype in self._states.values())
-        count = narrow * sum(len(shards.numel) for shards in self._groups)
+        count = narrow * len(shards.numel)
         if count:
             nbytes = rounded(DTYPE_BYTES["fp32"]) * count
             book.open(

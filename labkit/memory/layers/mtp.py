@@ -103,7 +103,9 @@ def prediction_losses(
         masked = tape.value("masked_loss", loss.shape, "fp32")
         tape.op("mask", [loss, mask], [masked], saves=[mask])
         scaled = tape.value("scaled_loss", loss.shape, "fp32")
-        tape.op("scale", [masked], [scaled], temporaries=[tape.buffer("product", loss.shape, "fp32")])
+        count = tape.value("safe_num_tokens", (1,), "fp32", grad=False)
+        product = tape.buffer("product", loss.shape, "fp32")
+        tape.op("scale", [masked], [scaled, count], saves=[count], temporaries=[product])
         attached = tape.view(hidden, hidden.name, hidden.shape)
         tape.op("attach_loss", [hidden, scaled], [attached], saves=[scaled], aliases=True)
         hidden, held = attached, [logits, labels, mask]
