@@ -62,7 +62,7 @@ _SAME = {
 """Fields that have the same name and meaning on both sides."""
 
 _OTHER = """
-    num_experts disable_bias_linear group_query_attention multi_latent_attention experimental_attention_variant
+    num_experts group_query_attention multi_latent_attention experimental_attention_variant
     linear_attention_freq hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model
     mtp_num_layers swiglu squared_relu bias_gelu_fusion bias_swiglu_fusion position_embedding_type
     use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent rope_type
@@ -291,12 +291,11 @@ class _Mapping:
         return {**kernels, **self._expert_kernels()}
 
     def _chosen_backend(self, environment: Mapping[str, str]) -> tuple[str, str]:
-        """`get_attention_backend` of Transformer Engine on Hopper with flash-attention installed, and why."""
+        """What runs on Hopper with flash-attention installed (`get_attention_backend`), and why."""
+        if self.values["transformer_impl"] == "local":
+            return "unfused", "as Megatron Core's own attention is"  # `DotProductAttention`
         if environment.get("NVTE_FUSED_ATTN") == "0":
             return "flash", "as NVTE_FUSED_ATTN=0 leaves it"
-        deterministic = environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" or self.values["deterministic_mode"]
-        if deterministic and self.config["attention_dropout"]:
-            return "flash", "as cuDNN has no deterministic backward with dropout"  # `nvte_get_fused_attn_backend`
         return "fused", "what Transformer Engine prefers on Hopper"
 
     def _expert_kernels(self) -> dict[str, Any]:

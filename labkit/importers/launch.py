@@ -18,6 +18,8 @@ _MAPPING = re.compile(r"\s*(?:#[^\n]*\n\s*)*(?:\{|-{0,2}[A-Za-z][\w.-]*\s*:(?:\s
 """A JSON object, or YAML that begins with a key."""
 _CI_LIST = re.compile(r"\[([A-Za-z_][^\[\]]*)\]")
 """Several values, as the recipes of Megatron-LM's functional tests write them: `[attn mlp]`."""
+_NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+_SBATCH = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
 _DEEPEST = 5
 _MOST_WORDS = 2**14
 """Aliases let a few lines of YAML stand for more than memory holds."""
@@ -35,6 +37,8 @@ class Launch(NamedTuple):
     world_size: int | None = None
     unknown_world: str = ""
     """Why the launcher's own figure is not known, where it states one."""
+    torchrun: bool = False
+    """It starts the ranks of a node: Slurm's tasks are nodes."""
     program: str = ""
     gpu: str = ""
 
@@ -50,6 +54,8 @@ def read_launch(text: str, source: str) -> Launch:
     if source.endswith((".yaml", ".yml", ".json", ".jsonl")) or _MAPPING.match(text):
         return _from_mapping(_one_document(text, source), source)
     found = list(_launches(commands(text, source), source))
+    slurm = [word for line in _SBATCH.findall(text) for word in line.split()]
+    found = [(line, _ranks_of_slurm(launch, slurm)) for line, launch in found]
     if len(found) > 1:
         found = [each for each in found if _PRETRAINING.fullmatch(PurePosixPath(each[1].program).name)] or found
     if not found:
@@ -114,7 +120,7 @@ def _words(name: object, value: Any, source: str, variables: Mapping[str, str]) 
 
 
 def _text(value: Any, where: str) -> str:
-    if isinstance(value, bool | str | int | float):
+    if isinstance(value, bool | str | int | float) and "\0" not in str(value):
         return str(value)
     raise InputError(f"{where}: should be a plain value or a list of them")
 
@@ -127,7 +133,7 @@ def _launches(found: Sequence[Command], source: str, depth: int = 0) -> Iterator
         inner = _inner_script(command.words)
         if inner is not None:
             for _, each in _launches(commands(inner, source, command.environment), source, depth + 1):
-                yield command.line, each
+                yield command.line, _ranks_of_slurm(each, command.words)
         elif (launch := _launch(command)) is not None:
             yield command.line, launch
 
@@ -150,9 +156,12 @@ def _launch(command: Command) -> Launch | None:
     before, arguments = words[:at], words[at + 1 :]
     if not any(word.startswith("--") for word in arguments) and not any(map(gaps, arguments)):
         return None
-    world_size, unknown = _world(before, command.environment)
     program = PurePosixPath(words[at]).name if at >= 0 else ""
-    return Launch(tuple(arguments), command.environment, world_size, unknown, program)
+    torchrun = any(PurePosixPath(word).name == "torchrun" or word.startswith("torch.distributed") for word in before)
+    world_size, unknown = _world(before, command.environment, torchrun=torchrun)
+    return _ranks_of_slurm(
+        Launch(tuple(arguments), command.environment, world_size, unknown, torchrun, program), before
+    )
 
 
 def _program_at(words: Sequence[str]) -> int | None:
@@ -167,9 +176,8 @@ def _program_at(words: Sequence[str]) -> int | None:
     return None
 
 
-def _world(before: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+def _world(before: Sequence[str], environment: Mapping[str, str], *, torchrun: bool) -> tuple[int | None, str]:
     """Ranks as the launcher's options or WORLD_SIZE state them, and why they are not known if they cannot be read."""
-    torchrun = any(PurePosixPath(word).name == "torchrun" or word.startswith("torch.distributed") for word in before)
     stated = [_option(before, names) for names in (_PER_NODE, _NODES)]
     if not torchrun and not any(stated):
         stated = [environment.get("WORLD_SIZE"), "1"]
@@ -179,10 +187,24 @@ def _world(before: Sequence[str], environment: Mapping[str, str]) -> tuple[int |
     for text in stated:
         if text is None:
             continue  # torchrun's default is 1
-        if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
+        if not _NUMBER.fullmatch(text):
             return None, gaps(text)[0] if gaps(text) else repr(text[:80])
         ranks *= int(text)
     return ranks, ""
+
+
+def _ranks_of_slurm(launch: Launch, words: Sequence[str]) -> Launch:
+    """The launch with Slurm's tasks as its ranks, where nothing nearer to the program says how many there are."""
+    if launch.world_size is not None or launch.unknown_world or launch.torchrun:
+        return launch
+    tasks, nodes = _option(words, ("--ntasks", "-n")), _option(words, ("--nodes", "-N")) or "1"
+    if tasks is None and (each := _option(words, ("--ntasks-per-node", "--tasks-per-node"))) is not None:
+        tasks = str(int(each) * int(nodes)) if _NUMBER.fullmatch(each) and _NUMBER.fullmatch(nodes) else each + nodes
+    if tasks is None:
+        return launch
+    if not _NUMBER.fullmatch(tasks):
+        return launch._replace(unknown_world=gaps(tasks)[0] if gaps(tasks) else repr(tasks[:80]))
+    return launch._replace(world_size=int(tasks))
 
 
 def _option(words: Sequence[str], names: Sequence[str]) -> str | None:

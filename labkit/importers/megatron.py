@@ -14,7 +14,7 @@ import yaml
 from labkit.console import printable
 from labkit.errors import InputError, WorkError, nearest
 from labkit.files import read_regular
-from labkit.importers.fields import Arguments, fields
+from labkit.importers.fields import Arguments, Fields, fields
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
@@ -77,7 +77,16 @@ def import_megatron(path: Path | None, *, world_size: int | None = None, gpu: st
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     assumed = [*_world_note(launch, found.mapping), *found.assumed]
-    return Imported(Workload.from_mapping(found.mapping, source), found.not_expressed, assumed)
+    return Imported(_checked(found, source), found.not_expressed, assumed)
+
+
+def _checked(found: Fields, source: str) -> Workload:
+    """The workload; where its rules refuse it, the reason may be what it does not express."""
+    try:
+        return Workload.from_mapping(found.mapping, source)
+    except InputError as error:
+        options = ", ".join(each.partition(":")[0] for each in found.not_expressed)
+        raise InputError(f"{error} (not expressed: {options})" if options else str(error)) from None
 
 
 def _text(path: Path | None, source: str) -> str:

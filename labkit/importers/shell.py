@@ -237,7 +237,9 @@ class _Lexer:
 
     def _piece(self, pieces: list[_Piece]) -> None:
         here = self.text[self.at]
-        if here == "\\":
+        if here == "\0":
+            self._gap(pieces)
+        elif here == "\\":
             self._escape(pieces)
         elif here == "'":
             end = self.text.find("'", self.at + 1)
@@ -256,10 +258,16 @@ class _Lexer:
             pieces.append(_Piece("command", self._bracketed("(", ")"), quoted=True))
         else:
             end = self.at
-            while end < len(self.text) and self.text[end] not in " \t\r\n;&|()<>\\'\"$`":
+            while end < len(self.text) and self.text[end] not in "\0 \t\r\n;&|()<>\\'\"$`":
                 end += 1
             pieces.append(_Piece("text", self.text[self.at : end], quoted=False))
             self.at = end
+
+    def _gap(self, pieces: list[_Piece]) -> None:
+        """A gap of a script whose text this is (`bash -c "$text"`)."""
+        end = (self.text.find("\0", self.at + 1) + 1) or len(self.text)
+        pieces.append(_Piece("text", self.text[self.at : end], quoted=True))
+        self.at = end
 
     def _escape(self, pieces: list[_Piece]) -> None:
         following = self.text[self.at + 1 : self.at + 2]
@@ -273,13 +281,15 @@ class _Lexer:
             if here == closing:
                 self.at += 1
                 return
-            if here == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "\n"):
+            if here == "\0":
+                self._gap(pieces)
+            elif here == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "\n"):
                 self._escape(pieces)
             elif here in "$`":
                 self._dollar(pieces, quoted=True)
             else:
                 end = self.at + 1
-                while end < len(self.text) and self.text[end] not in '"\\$`':
+                while end < len(self.text) and self.text[end] not in '\0"\\$`':
                     end += 1
                 pieces.append(_Piece("text", self.text[self.at : end], quoted=True))
                 self.at = end

@@ -4,6 +4,7 @@ One process for all texts: Megatron's imports take seconds. `differing` are the 
 configuration of the arguments and that of the imported workload (`labkit.drivers.build`) do not agree.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -48,19 +49,34 @@ def imported(text: str) -> dict[str, Any]:
     }
 
 
+def known_names() -> dict[str, Any]:
+    """What Megatron's parser and its configuration call their entries."""
+    import argparse
+
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    return {
+        "arguments": [action.dest for action in parser._actions],
+        "configuration": [field.name for field in dataclasses.fields(MLATransformerConfig)],
+    }
+
+
 def main() -> None:
-    """Answer all texts."""
+    """Megatron's names, then an answer to each text."""
     answers = os.dup(1)
     os.dup2(2, 1)  # Megatron prints
-    found = []
+    found: list[dict[str, Any]] = []
     with fake_cuda(GPUS["h100-80gb"]):
         for text in json.load(sys.stdin):
             try:
                 found.append(imported(text))
             except InputError as error:
                 found.append({"error": str(error)})
+        names = known_names()
     with os.fdopen(answers, "w") as stream:
-        json.dump(found, stream)
+        json.dump([names, *found], stream)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ ARGUMENTS = ("--num-layers", "2", "--hidden-size", "64")
         (MODEL, None),
         (f'cmd="python -u pretrain_gpt.py \\\n {MODEL}"\nsrun -N 4 bash -c "${{cmd}}"', None),
         (f'run="torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL}"\necho "$run"\neval $run', 2),
+        (f"#SBATCH --nodes=4 --ntasks-per-node=8\n#SBATCH -t 1\nsrun -l python pretrain_gpt.py {MODEL}", 32),
+        (f"srun --ntasks 16 python pretrain_gpt.py {MODEL}", 16),
+        (f'#SBATCH -N 2\nsrun -n 6 sh -c "python pretrain_gpt.py {MODEL}"', 6),
+        (f"#SBATCH --ntasks-per-node=1\nsrun torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {MODEL}", 16),
         (f"if [ $RANK = 0 ]; then echo hi; fi\npip install x\ntorchrun --nproc_per_node 2 train.py {MODEL}", 2),
         (f"python tools/preprocess_data.py --input x\ntorchrun --nproc_per_node 2 pretrain_gpt.py {MODEL}", 2),
     ],
@@ -37,6 +41,14 @@ def test_finds_the_launch_and_its_ranks(script: str, ranks: int | None) -> None:
 def test_ranks_that_are_not_known_say_why() -> None:
     launch = read_launch(f"torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {MODEL}", "run.sh")
     assert (launch.world_size, launch.unknown_world) == (None, "$SLURM_NNODES, which is not set")
+
+
+def test_gaps_survive_a_shell_within() -> None:
+    script = f'DIR=`pwd`\nrun="python -u ${{DIR}}/pretrain_gpt.py --save ${{DIR}}/out {MODEL}"\nsrun sh -c "${{run}}"'
+    launch = read_launch(script, "run.sh")
+    assert launch.program == "pretrain_gpt.py"
+    assert launch.arguments[2:] == ARGUMENTS
+    assert gaps(launch.arguments[1]) == ["what `pwd` prints, and nothing is run here"]
 
 
 def test_row_of_a_functional_test() -> None:
@@ -79,6 +91,7 @@ def test_yaml_of_arguments() -> None:
         ('{"megatron_args": [1]}', "x: megatron_args: should be a mapping of names to values"),
         ('{"megatron_args": {}, "n_gpus": "8"}', "x: n_gpus: should be a number of GPUs"),
         ('{"num-layers": {"a": 1}}', "x: num-layers: should be a plain value or a list of them"),
+        ('{"a": "x\\u0000y\\u0000"}', "x: a: should be a plain value or a list of them"),
         ('{"a": 1}\n{"a": 2}', "x: it has 2 rows; give one of them"),
         (f"a: &a [{'x, ' * 9999}]\nb: *a\nc: *a", "x: more than 16384 words of arguments"),
         ("eval \"eval 'eval x'\"", "x: it launches no Python program with arguments that begin with --"),

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import yaml
 
 from labkit.errors import InputError
+from labkit.importers.fields import _MEANING, EXPRESSED
 from labkit.importers.megatron import import_megatron
-from labkit.importers.silent import decides_no_memory
+from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +112,15 @@ def read(texts: list[str]) -> list[Found]:
 @pytest.fixture(scope="session")
 def found() -> dict[str, Found]:
     texts = JOBS | LINES | {text: text for text in REFUSED}
-    return dict(zip(texts, read(list(texts.values())), strict=True))
+    return dict(zip(["names", *texts], read(list(texts.values())), strict=True))
+
+
+def test_every_name_is_one_of_megatrons(found: dict[str, Found]) -> None:
+    arguments, known = found["names"]["arguments"], {*found["names"]["arguments"], *found["names"]["configuration"]}
+    assert [pattern for pattern in SILENT if not any(fnmatchcase(name, pattern) for name in arguments)] == []
+    assert EXPRESSED - known == set()
+    assert {name for name in EXPRESSED & set(arguments) if decides_no_memory(name)} == set()
+    assert _MEANING.keys() - set(arguments) == set()
 
 
 @pytest.mark.parametrize("name", [*JOBS, *LINES])
@@ -170,6 +180,17 @@ def test_what_is_not_expressed_is_named_once_and_plainly(found: dict[str, Found]
         "--deterministic-mode: deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
         "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
     ]
+
+
+def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:
+    chosen = {
+        name.split("/")[1]: (one["workload"]["training"]["kernels"]["attention_backend"], one["assumed"])
+        for name, one in found.items()
+        if name in JOBS and any("auto" in each for each in one["assumed"])
+    }
+    assert chosen["gpt3_mcore_tp1_pp4"][0] == "unfused"
+    fused = "--attention-backend auto: fused, what Transformer Engine prefers on Hopper"
+    assert fused in chosen["gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer"][1]
 
 
 def test_hybrid_pattern_marks_stages(found: dict[str, Found]) -> None:
