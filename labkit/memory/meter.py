@@ -5,6 +5,7 @@ kinds of units: a unit's passes are summed once, and equal stretches of the mode
 Bytes may be arrays over the lengths of a sweep.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
@@ -95,7 +96,7 @@ class _Meters:
         }
         """Slots of what a pass (False forward, True backward) allocates if the process has not yet: key and shape."""
 
-    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse = "hit") -> "_Outcome":
+    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse = None) -> "_Outcome":
         """A pass; `opens`: slots of what the process allocates in it for the first time."""
         key = backward, before, opens, cache
         if key not in self._outcomes:
@@ -251,14 +252,14 @@ class Meter:
                 changes = []
                 for each in meters:
                     opens = self._opens(each.once[backward], index)
-                    use: CacheUse = "hit" if backward else self._use(each, warm, repeats)
+                    use = None if backward else self._use(each, warm, repeats)
                     outcome = each.go(backward, before.get(each.script_id, Attributes()), opens, use)
                     changes.append(outcome.change)
                     freed = freed + outcome.left * repeats
                     if each.script_id in before:
                         after[each.script_id] = outcome.attributes
                 self._together(changes, repeats)
-                left, first = left - repeats, not first
+                left, first = left - repeats, False
         return freed, after
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
@@ -329,19 +330,24 @@ class Meter:
     def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:
         """How a unit's next passes use their caches; modules of a `warm` chunk have used them before."""
         if not meters.caches:
-            return "hit"
-        if not warm:
-            for key, _ in meters.caches:
-                self._used[key] = self._used.get(key, 0) + times
-        if any(self._used[key] > entries for key, entries in meters.caches):
-            return "churn"
-        return "hit" if warm else "grow"
+            return None
+        uses = Counter(key for key, _ in meters.caches)
+        entries = dict(meters.caches)
+        if warm:
+            return tuple((key, 0) for key in uses) if any(self._used[key] > entries[key] for key in uses) else None
+        rooms = []
+        for key, count in uses.items():
+            used = self._used.get(key, 0)
+            rooms.append((key, min(max(entries[key] - used, 0), count)))
+            self._used[key] = used + count * times
+        return tuple(rooms)
 
     def _alike(self, stretch: Sequence[_Meters], times: int, warm: bool) -> int:
         """How many of `times` repetitions use caches alike: as long as there is room, or once there is none."""
-        caches = [cache for meters in stretch for cache in meters.caches]
-        for key, entries in caches:
-            room = entries - self._used.get(key, 0)
+        entries = {key: count for meters in stretch for key, count in meters.caches}
+        uses = Counter(key for meters in stretch for key, _ in meters.caches)
+        for key, count in entries.items():
+            room = count - self._used.get(key, 0)
             if not warm and room > 0:
-                times = min(times, room // len(caches))
+                times = min(times, max(room // uses[key], 1))
         return times

@@ -18,6 +18,7 @@ from labkit.memory.units import Chunk, chunks, loss_chunk, weights
 from labkit.memory.weights import Act, StateBook, Tensors
 from labkit.workload import Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
+from labkit.workload.kernels import length_choices
 
 _LARGE = 10 * MIB
 """From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
@@ -78,7 +79,8 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
 
 def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool) -> Outline:
     """The same of recorded units; in a sweep their bytes are arrays and `pool` sums arrays."""
-    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, model, workload)
+    positions = length_choices(workload).learned_positions
+    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, positions, model, workload)
     books = _Levels(_state_changes(key, pool.numbers.size), Meter(pool), pool.numbers.larger)
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
@@ -220,6 +222,8 @@ class _StateKey:
     parallelism: Parallelism
     training: Training
     stage: int
+    learned_positions: int
+    """Rows of their table, which the batch decides."""
     chunks: list[Chunk] = field(compare=False)
     workload: Workload = field(compare=False)
 

@@ -9,7 +9,7 @@ MLP, the head, or a run of whole layers that one checkpoint covers. Units of one
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from labkit.memory.tape import Shape, Tape, Value
 
@@ -65,8 +65,9 @@ class Slot(NamedTuple):
         return self.constant or tape.tensors[self.source]
 
 
-CacheUse = Literal["hit", "grow", "churn"]
-"""A module finds its entry; adds one; adds one and evicts the oldest."""
+type CacheUse = tuple[tuple[str, int], ...] | None
+"""For each cache how many modules still find room: they add an entry, the others evict the oldest for theirs. None: all
+find their own."""
 type Tensor = tuple[int, int]
 """Micro-batch, counted from the one at hand, and slot."""
 type Steps = Sequence[int]
@@ -191,6 +192,7 @@ class _Run:
 
     def go(self, steps: Sequence[tuple[int, int, str]], opens: frozenset[int], cache: CacheUse) -> None:
         """Forward or backward."""
+        rooms = dict(cache or ())
         for code, slot, key in steps:
             if code == OPEN or (code == ONCE and slot in opens):
                 self.steps.append(slot)
@@ -203,9 +205,10 @@ class _Run:
             elif code == LET_GO:
                 for tensor in self._held.pop(key, ()):
                     self._let_go(tensor)
-            elif code == CACHE and cache != "hit":
+            elif code == CACHE and cache is not None:
                 self.steps.append(slot)
-                if cache == "churn":
+                rooms[key] -= 1
+                if rooms[key] < 0:
                     self.steps.append(~slot)
 
     def after_backward(self) -> Attributes:

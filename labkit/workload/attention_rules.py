@@ -23,7 +23,7 @@ def attention_findings(workload: "Workload") -> Iterator[Finding]:
     mixers = {layer.mixer for layer in workload.model.kinds}
     if "attention" in mixers:
         yield from _heads(workload)
-    if "mla" in mixers:
+    if workload.model.multi_latent_attention is not None:
         yield from _latent(workload)
     if mixers & {"attention", "mla"}:
         yield from _rotary(workload)

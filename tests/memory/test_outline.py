@@ -10,7 +10,7 @@ from labkit.ledger import rounded
 from labkit.memory.estimate import estimate
 from labkit.memory.outline import block, outline
 from labkit.workload import Workload
-from tests.memory.grid import NAMES, moonlight, workload
+from tests.memory.grid import NAMES, changed, mlp, moonlight, workload
 
 PIPELINES: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline_model_parallel_size": 2},
@@ -56,6 +56,25 @@ def _agree(case: Workload, stage: int) -> None:
     assert {(phase.iteration, phase.phase): phase.bytes for phase in summed.phases} == peaks
     assert summed.between_steps_bytes == summary.between_steps_bytes
     assert summed.retained_bytes == summary.retained_bytes
+
+
+@pytest.mark.parametrize("number", [1, 3, 7, 20])
+def test_agrees_where_a_cache_fills_up_inside_a_checkpoint(number: int) -> None:
+    """32 rotary tables are cached, a module each."""
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32}
+    model = {"name": "deep", "num_layers": 45, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": number}
+    case = {"model": {**model, "vocab_size": 1000, "multi_latent_attention": latent}, "recompute": full}
+    _agree(Workload.from_mapping({**case, **_ONE_RANK}), 0)
+
+
+_ONE_RANK = {"parallelism": {"world_size": 1}, "batch": {"seq_length": 256, "global_batch_size": 1}}
+
+
+def test_a_table_of_learned_positions_is_as_long_as_the_sequence() -> None:
+    base = changed(mlp.BASE, {"model.position_embedding_type": "learned_absolute"}, "learned positions")
+    for length in (512, 4096):
+        _agree(base.model_copy(update={"batch": base.batch.model_copy(update={"seq_length": length})}), 0)
 
 
 @pytest.mark.parametrize("mebibytes", [0.5, 1, 3, 9.5, 10.5, 11.5, 32, 33.5, 100.1])

@@ -15,6 +15,7 @@ from labkit.memory.layers.linear import global_buffer, norm, norm_parameters
 from labkit.memory.layers.loss import cross_entropy, mean_loss
 from labkit.memory.layers.mtp import prediction_losses, predictions
 from labkit.memory.layers.sizes import Sizes
+from labkit.memory.stages import stage_layers
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
 
@@ -103,7 +104,9 @@ def _logits(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, weight:
     logits = tape.value("logits", (sizes.tokens, width))
     full_gradient = tape.buffer("input_gradient", (sizes.tokens, sizes.hidden))
     if sizes.sp > 1:
-        global_buffer(tape, workload, sizes)  # for forward and backward
+        layers = (layer for chunk in stage_layers(workload, workload.parallelism.pp - 1) for layer in chunk)
+        experts = any(workload.model.layers[layer].mlp == "moe" for layer in layers)
+        global_buffer(tape, workload, sizes, experts=experts)  # for forward and backward
     tape.op(
         "column_parallel_matmul",
         [normed, weight],

@@ -35,13 +35,19 @@ def layer_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     return out
 
 
-def global_buffer(tape: Tape, workload: Workload, sizes: Sizes) -> None:
+def global_buffer(tape: Tape, workload: Workload, sizes: Sizes, *, experts: bool = True) -> None:
     """Rows are gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest.
 
-    The head gathers its input under sequence parallelism, the allgather dispatcher its tokens.
+    The head gathers its input under sequence parallelism, the allgather dispatcher its tokens where the rank has
+    `experts`.
     """
     shape, moe, senders = (sizes.tokens, sizes.hidden), workload.model.mixture_of_experts, sizes.ep * sizes.etp
-    if moe is not None and workload.training.kernels.moe_token_dispatcher_type == "allgather" and senders > 1:
+    if (
+        experts
+        and moe is not None
+        and workload.training.kernels.moe_token_dispatcher_type == "allgather"
+        and senders > 1
+    ):
         width = moe.moe_latent_size or sizes.hidden
         # Both grow with the tokens: compared for one token.
         if sizes.sp == 1 or width * senders > sizes.hidden * sizes.sp:
