@@ -225,7 +225,11 @@ class _Mapping:
                 "max_position_embeddings", f"a table of so many positions; taken as {values['seq_length']}", longest
             )
         if latent and self.config["rope_type"] != "rope":
-            self._lose("rope_type", "tables of YaRN's cosines and sines; taken as rope", self.config["rope_type"])
+            self._lose(
+                "rope_type",
+                "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion",
+                self.config["rope_type"],
+            )
         return {
             "position_embedding_type": kind,
             "rotary_base": int(values["rotary_base"]),
@@ -248,7 +252,7 @@ class _Mapping:
             if kind == "sinkhorn" and experts["moe_router_topk"] == 1:
                 experts["moe_router_score_function"] = "sigmoid"  # `TopKRouter.sinkhorn_load_balancing`
         if isinstance(experts["moe_aux_loss_coeff"], list):
-            experts["moe_aux_loss_coeff"] = max(experts["moe_aux_loss_coeff"])
+            experts["moe_aux_loss_coeff"] = max(experts["moe_aux_loss_coeff"], key=float)
         if experts["moe_router_dtype"] not in (None, "fp32"):
             self._lose("moe_router_dtype", "taken as fp32")
             experts["moe_router_dtype"] = "fp32"

@@ -74,6 +74,7 @@ REFUSED = {
     f"{DENSE} --use-distributed-optimizer --overlap-param-gather": "Must use --overlap-param-gather with",
     f"{ROPE} --hidden-size 250": "Megatron's validator refuses the arguments: assert args.hidden_size % args.num_att",
     "--encoder-num-layers 2": "Megatron's",
+    f"{ROPE} {EXPERTS} --moe-aux-loss-coeff 1e-3 inf": "model.mixture_of_experts.moe_aux_loss_coeff: input should be",
 }
 UNLIKE = {
     "persist_layer_norm": "of Megatron's own layer norms",
