@@ -249,12 +249,13 @@ class _Player:
 
     def _cache(self, op: Op) -> None:
         for value in op.outputs:
+            made_of = tuple([self._slot(each, each.name) for each in op.temporaries if isinstance(each, Value)])
             if op.layer is None:
                 # One module of the model chunk: its one entry stays.
-                self._open_once(f"{OF_CHUNK}{op.module} {value.name}", value, value.name)
+                self._open_once(f"{OF_CHUNK}{op.module} {value.name}", value, value.name, made_of)
                 continue
             slot = self._slot(value, value.name)
-            self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches)
+            self.script.slots[slot] = self.script.slots[slot]._replace(entries=op.caches, made_of=made_of)
             self._steps.append((CACHE, slot, f"{op.name} {value.name}"))
 
     def _discard_after(self, index: int, keep: bool) -> None:
@@ -409,12 +410,14 @@ class _Player:
         if not op.inputs and op.persists:
             flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
         late, self._late = self._late, None
-        for storage in saved if op.norms_first else (*flowing, *saved):
+        for storage in () if op.norms_first else flowing:
             self._release(storage)
         if op.norms_first and flowing:
             self._late = op, self._left, flowing
         if late is not None:
             self._end_backward(*late)
+        for storage in saved:
+            self._release(storage)
         # The engine adds up gradients when the node has let go of what it had (`Engine::evaluate_function`).
         for value, gradient in gradients:
             self._accumulate(value, gradient)
@@ -510,12 +513,13 @@ class _Player:
             for key, workspace in workspaces(op.library, backward=backward):
                 self._open_once(key, workspace, workspace.name)
 
-    def _open_once(self, key: str, value: Value, name: str) -> None:
+    def _open_once(self, key: str, value: Value, name: str, made_of: tuple[int, ...] = ()) -> None:
         within = once_key(key, 0, value.shape)
         if within not in self._once:
             self._once.add(within)
             self._steps.append((ONCE, len(self.script.slots), key))
-            self.script.slots.append(Slot(value.number, name, None, constant=value if value.number < 0 else None))
+            constant = value if value.number < 0 else None
+            self.script.slots.append(Slot(value.number, name, None, constant=constant, made_of=made_of))
 
     def _new(self, value: Value, name: str) -> _Storage:
         return _Storage(self._open(value, name))

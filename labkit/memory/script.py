@@ -59,6 +59,8 @@ class Slot(NamedTuple):
     """For a cache: how many fit."""
     constant: Value | None = None
     """What it is where no tape has it: a library's workspace."""
+    made_of: tuple[int, ...] = ()
+    """For what is made once or cached: slots that are alive only while it is made."""
 
     def on(self, tape: Tape) -> Value:
         """The tensor, as a tape has it."""
@@ -194,8 +196,10 @@ class _Run:
         """Forward or backward."""
         rooms = dict(cache or ())
         for code, slot, key in steps:
-            if code == OPEN or (code == ONCE and slot in opens):
+            if code == OPEN:
                 self.steps.append(slot)
+            elif code == ONCE and slot in opens:
+                self._make(slot)
             elif code == TAKE:
                 self.steps.append(~slot)
             elif code == CLOSE and slot not in self._script.freed_by_others:
@@ -206,10 +210,14 @@ class _Run:
                 for tensor in self._held.pop(key, ()):
                     self._let_go(tensor)
             elif code == CACHE and cache is not None:
-                self.steps.append(slot)
+                self._make(slot)
                 rooms[key] -= 1
                 if rooms[key] < 0:
                     self.steps.append(~slot)
+
+    def _make(self, slot: int) -> None:
+        made_of = self._script.slots[slot].made_of
+        self.steps += [*made_of, slot, *(~part for part in made_of)]
 
     def after_backward(self) -> Attributes:
         """What attributes keep when the micro-batch is over; the unit before is done with the gradient it got."""

@@ -180,14 +180,21 @@ class Writer:
         module = self._module(unit, slot.on(unit.tape).module)
         if module in cache:
             return
-        cache[module] = self._open(unit, slot, library=True)
+        cache[module] = self._make(unit, slot)
         if len(cache) > slot.entries:
             self._book.close(cache.pop(next(iter(cache))))
 
     def _open_once(self, unit: Unit, slot: Slot, key: str) -> None:
         if key not in self._once:
             self._once.add(key)
-            self._open(unit, slot, library=True)
+            self._make(unit, slot)
+
+    def _make(self, unit: Unit, slot: Slot) -> int:
+        parts = [self._open(unit, unit.script.slots[part]) for part in slot.made_of]
+        number = self._open(unit, slot, library=True)
+        for part in parts:
+            self._book.close(part)
+        return number
 
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:
         value = slot.on(unit.tape)

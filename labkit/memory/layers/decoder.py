@@ -87,7 +87,7 @@ def _made_once(tape: Tape, workload: Workload, sizes: Sizes, halves: Collection[
     """What all layers of a model chunk share, and what it makes even where it has none."""
     model = workload.model
     if model.has_rotary_table:
-        rotary_table(tape, sizes.sequence, model.rotary_width)  # an attribute of the model
+        rotary_table(tape, sizes, model.rotary_width)  # an attribute of the model
     if model.gated_delta_net is not None and sizes.cp > 1 and "gdn" in halves:
         head_permutation(tape, model.gated_delta_net, sizes)
     if workload.training.kernels.attention_backend == "unfused" and not _SCORED.isdisjoint(halves):

@@ -31,7 +31,14 @@ def layer_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     rstd = tape.value("rstd", (rows,), "fp32", grad=False)
     out = tape.value("norm_output", (rows, width))
     gradients = [tape.buffer(f"{name}_gradient", (width,)) for name in ("weight", "bias")]
-    tape.op("layernorm", [x], [out, mean, rstd], saves=[x, mean, rstd], backward_temporaries=gradients)
+    tape.op(
+        "layernorm",
+        [x],
+        [out, mean, rstd],
+        saves=[x, mean, rstd],
+        backward_temporaries=gradients,
+        views_gradient=True,
+    )
     return out
 
 
@@ -60,7 +67,7 @@ def rms_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
     rstd = tape.value("rstd", (rows,), "fp32", grad=False)
     out = tape.value("norm_output", (rows, width))
     weight_gradient = tape.buffer("weight_gradient", (width,))
-    tape.op("rmsnorm", [x], [out, rstd], saves=[x, rstd], backward_temporaries=[weight_gradient])
+    tape.op("rmsnorm", [x], [out, rstd], saves=[x, rstd], backward_temporaries=[weight_gradient], views_gradient=True)
     return out
 
 

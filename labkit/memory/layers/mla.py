@@ -19,7 +19,7 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
     _parameters(tape, model, sizes, query_width, value_width)
 
-    rotary_table(tape, sizes.sequence, model.rotary_width)
+    rotary_table(tape, sizes, model.rotary_width)
     compressed_query, query_input_width = hidden, model.hidden_size
     if mla.q_lora_rank is not None:
         with tape.module("linear_q_down_proj"):

@@ -7,14 +7,16 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 
 
-def rotary_table(tape: Tape, sequence: int, width: int) -> None:
+def rotary_table(tape: Tape, sizes: Sizes, width: int) -> None:
     """The table of angles (sequence, width) in fp32 that a `RotaryEmbedding` caches at first use.
 
-    `@lru_cache(maxsize=32)` around a method: one entry a module, 32 in all.
+    `@lru_cache(maxsize=32)` around a method: one entry a module, 32 in all. It is two copies of the angles side by
+    side, or a context-parallel rank's part of those of all positions.
     """
     with tape.module("rotary_pos_emb"):
-        table = tape.value("angles", (sequence, width), "fp32", grad=False)
-        tape.op("rotary_angles", [], [table], caches=32)
+        table = tape.value("angles", (sizes.sequence, width), "fp32", grad=False)
+        angles = (sizes.sequence, width // 2) if sizes.cp == 1 else (sizes.sequence * sizes.cp, width)
+        tape.op("rotary_angles", [], [table], temporaries=[tape.buffer("angles_once", angles, "fp32")], caches=32)
 
 
 def fused_rotary(tape: Tape, x: Value) -> Value:
