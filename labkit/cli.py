@@ -115,13 +115,18 @@ def estimate(
 @app.command()
 def trace(
     workload: WorkloadArgument,
-    rank: Annotated[int, typer.Option("--rank", help="Which rank; pipeline stages are equal stretches of ranks.")] = 0,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", help="Which rank; by default the first of the pipeline stage that should hold most."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Trace the peak memory of one rank: the real Megatron Core code over tensors without data, no GPU."""
+    from labkit.memory.estimate import fullest_rank
     from labkit.workload import Workload
 
-    _show(_traced(Workload.load(workload), rank).summary, json)
+    checked = Workload.load(workload)
+    _show(_traced(checked, fullest_rank(checked) if rank is None else rank).summary, json)
 
 
 @app.command()

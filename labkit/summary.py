@@ -232,9 +232,10 @@ class Summary(Part):
             if self.fits and reserved is not None and reserved >= self.gpu_memory_bytes
             else ""
         )
+        covered = self.peak_allocated_bytes + self.margin_bytes
+        beyond = ", more than there is" if self.fits and covered >= self.gpu_memory_bytes else ""
         margin = (
-            f" With a margin of {self.margin_bytes / GIB:.2f} GiB it is "
-            f"{(self.peak_allocated_bytes + self.margin_bytes) / GIB:.2f} GiB."
+            f" With a margin of {self.margin_bytes / GIB:.2f} GiB it is {covered / GIB:.2f} GiB{beyond}."
             if self.margin_bytes
             else ""
         )

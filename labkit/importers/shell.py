@@ -478,6 +478,8 @@ class _Shell:
             if trailing and current is not None:
                 fields.append(current)
                 current = None
+        if not current and any(self._elements(piece) == [] for piece in word.pieces):
+            return fields  # `"$@"` of nothing is no word, for all its quotes
         return fields if current is None else [*fields, current]
 
     def _falls_back_on_quotes(self, expression: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from labkit.memory.estimate import Estimate, estimate
+from labkit.memory.estimate import Estimate, estimate, fullest_stage
 from labkit.memory.outline import outline
 from labkit.summary import Case, PeakRange, Range, Summary
 from labkit.workload import Routing, Workload
@@ -47,7 +47,9 @@ def ranged(result: Estimate) -> Summary:
         return result.summary
     for fields in (low, high):
         changed = with_fields(result.workload, fields) if fields else None
-        peaks += [] if changed is None else [estimate(changed).ledger.peak().bytes]
+        # Of the workload another stage may become the fullest; of one stage that was asked for it stays that.
+        stage = None if result.stage == fullest_stage(result.workload) else result.stage
+        peaks += [] if changed is None else [estimate(changed, stage).ledger.peak().bytes]
     together = PeakRange(low_bytes=min(peaks), high_bytes=max(peaks), causes=tuple(each.field for each in ranges))
     return result.summary.model_copy(update={"ranges": tuple(ranges), "peak_range": together})
 

@@ -16,6 +16,8 @@ from labkit.study.store import Store, Stored
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
+    from labkit.drivers.trace.server import TraceServer
+    from labkit.workload import Workload
 
 
 class Study:
@@ -108,7 +110,7 @@ class Study:
                 if driver is None:
                     from labkit.drivers.trace.server import TraceServer
 
-                    driver = stack.enter_context(TraceServer()).run
+                    driver = _on_fullest_rank(stack.enter_context(TraceServer()))
                 run_cells(
                     missing,
                     self.store,
@@ -160,6 +162,16 @@ class Study:
 
     def _repr_html_(self) -> str:
         return self.status()._repr_html_()
+
+
+def _on_fullest_rank(server: "TraceServer") -> Driver:
+    """Traces the first rank of the pipeline stage that the estimate finds fullest."""
+    from labkit.memory.estimate import fullest_rank
+
+    def run(workload: "Workload", on_phase: Callable[[int, str], None] | None = None) -> "Trace":
+        return server.run(workload, on_phase, rank=fullest_rank(workload))
+
+    return run
 
 
 def _traced(stored: Stored) -> "Trace | None":

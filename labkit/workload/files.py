@@ -16,6 +16,7 @@ _LONGEST_INTEGER = 100
 """Characters: 63 bits in binary with underscores; beyond, Python itself may refuse to convert."""
 _NOT_DECIMAL = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9]+)+)")
 """What YAML 1.1 reads as octal (`0100`) or in base 60 (`1:30`), and nobody means."""
+_NULL = "tag:yaml.org,2002:null"
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -39,6 +40,9 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.Node) -> dict[Any, Any]:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str | int | float | bool):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
+        if isinstance(value_node, yaml.ScalarNode) and not value_node.value and value_node.tag == _NULL:
+            problem = f"nothing follows key {key!r:.80}: give it a value, or leave it out"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r:.80} is given twice", key_node.start_mark)
         seen[key] = loader.construct_object(value_node, deep=True)

@@ -135,6 +135,21 @@ class Workload(Part):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+_ELSEWHERE = {
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "head_dim": "kv_channels",
+    "num_experts": "num_moe_experts",
+    "num_local_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "rope_theta": "rotary_base",
+    "hidden_act": "activation_func",
+}
+"""What Hugging Face's configurations call fields of the model."""
+
+
 def first_problem(model: type[Part], error: ValidationError) -> str:
     """The first validation problem in one sentence, with the nearest valid name for an unknown key or value."""
     # A misspelt key also leaves the right one missing: the key is what to mend.
@@ -145,7 +160,8 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
     where = ".".join(location) or "the document"
     if problem["type"] == "extra_forbidden":
         valid = _fields_at(model, location[:-1])
-        return f"unknown key {where!r}{nearest(location[-1], valid)}"
+        meant = _ELSEWHERE.get(location[-1])
+        return f"unknown key {where!r}{f'; Megatron says {meant!r}' if meant else nearest(location[-1], valid)}"
     if problem["type"] == "missing":
         return f"{where!r} is missing"
     if problem["type"] == "tuple_type":

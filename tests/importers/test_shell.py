@@ -37,6 +37,12 @@ def test_words_are_those_of_bash() -> None:
     assert [f"<{word}>" for word in words(PRINTING)[2:]] == real.removesuffix("\n").split("\n")
 
 
+def test_a_scripts_own_arguments_are_no_words() -> None:
+    for arguments in ('"$@"', "$@", '"${@}"', '"$*"'):
+        assert words(f"echo --a 1 {arguments}")[:3] == ["echo", "--a", "1"]
+    assert words('echo --a 1 "$@" --b "" ')[1:] == ["--a", "1", "--b", ""]
+
+
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), min_size=1))
 @settings(max_examples=200, deadline=None)
 def test_quoted_words_come_back(argv: list[str]) -> None:

@@ -132,3 +132,14 @@ def test_the_range_shows_in_terminal_html_and_json() -> None:
         assert "by what the workload does not state: training.data_parallel.grad_reduce_in_fp32" in shown
     again = Summary.model_validate_json(result.ranged.model_dump_json(), strict=False)
     assert again.peak_range == result.ranged.peak_range
+
+
+def test_a_stage_that_was_asked_for_has_a_range_of_its_own() -> None:
+    layout = {"world_size": 4, "pipeline_model_parallel_size": 4}
+    experts = {**SMALL["model"]["mixture_of_experts"], "moe_layer_freq": 1}
+    model = {**SMALL["model"], "num_layers": 8, "mixture_of_experts": experts}
+    case = Workload.from_mapping({**LONG, "model": model, "parallelism": layout})
+    ranges = [estimate(case, stage).ranged for stage in range(4)]
+    highs = [each.peak_range.high_bytes for each in ranges if each.peak_range is not None]
+    assert len(highs) == 4
+    assert len(set(highs)) > 1

@@ -100,6 +100,7 @@ def test_says_what_is_wrong_in_one_sentence(moonlight: Workload, field: str, val
     [
         ("", "empty"),
         ("- 1", "expected a mapping"),
+        ("a:\n  b:\n  c: 1", "nothing follows key 'b': give it a value, or leave it out (line 2, column 3)"),
         ("a: 1\na: 2", "key 'a' is given twice (line 2, column 1)"),
         ("a: [1", "not valid YAML"),
         ("a: !!python/object/apply:os.system [echo]", "not valid YAML"),
