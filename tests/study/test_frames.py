@@ -152,10 +152,12 @@ def test_timeline_keeps_the_peak_of_every_phase(results: Results) -> None:
         steady = held.steady_iteration()
         mine = timeline.filter(candidate=result.candidate.label, source="estimated")
         kept = mine.group_by("phase", "clock").agg(pl.col("bytes").sum()).group_by("phase").agg(pl.col("bytes").max())
-        starts = [moment.clock for moment in held.moments]
-        for moment, peak in zip(held.moments, held.phase_peaks(), strict=True):
-            # A phase in which nothing happens shares its clock with the next and has no moment of its own.
-            if peak.iteration == steady and starts.count(moment.clock) == 1:
+        births = {row.born for row in held.rows}
+        for peak in held.phase_peaks():
+            # A phase that allocates nothing peaks as it begins, before its own first moment.
+            end = held.end(peak.iteration, peak.phase)
+            lasts = range(held.start(peak.iteration, peak.phase), max(births) + 1 if end is None else end)
+            if peak.iteration == steady and births.intersection(lasts):
                 assert kept.filter(phase=peak.phase)["bytes"].item() == peak.bytes
 
 
