@@ -53,6 +53,7 @@ def play(
     *,
     fused_weight_gradients: bool,
     gradient_held: bool = False,
+    gradient_viewed: bool = False,
     input_held: bool = False,
     differentiates: bool = True,
 ) -> Script:
@@ -63,13 +64,14 @@ def play(
         found: its recompute regions, outer before inner.
         fused_weight_gradients: weight gradients are added straight into the gradient buffer.
         gradient_held: the unit behind holds the gradient it hands over (`Script.gradient_in_held`).
+        gradient_viewed: that gradient is a view, no other is added into it (`Script.gradient_in_viewed`).
         input_held: the unit before holds what it hands over (`Script.output_held`).
         differentiates: False under `torch.no_grad`: nothing is saved, and the backward pass is empty.
     """
     player = _Player(tape, found, fused_weight_gradients=fused_weight_gradients)
     player.forward(keep=differentiates, input_held=input_held)
     if differentiates:
-        player.backward(gradient_held=gradient_held)
+        player.backward(gradient_held=gradient_held, gradient_viewed=gradient_viewed)
     return player.script
 
 
@@ -148,14 +150,14 @@ class _Player:
             self.script.output_held = output.references - output.held > 1
             output.references -= self.script.output_held  # its own reference: the unit that needs it longest frees it
 
-    def backward(self, *, gradient_held: bool) -> None:
+    def backward(self, *, gradient_held: bool, gradient_viewed: bool) -> None:
         """The backward pass of that forward."""
         tape = self._tape
         self._steps = self.script.backward
-        self.script.gradient_out_held = gradient_held
+        self.script.gradient_out_held, self.script.gradient_out_viewed = gradient_held, gradient_viewed
         if tape.exit is not None:
             gradient = self._gradients[tape.exit] = _Storage(GRADIENT_OUT)
-            gradient.held = int(gradient_held)
+            gradient.held, gradient.viewed = int(gradient_held), gradient_viewed
             gradient.references += gradient.held
         elif tape.ops:
             loss = tape.ops[-1].outputs[0]
@@ -175,6 +177,7 @@ class _Player:
             gradient = self._gradients[tape.entry]
             self.script.gradient_in = gradient.slot
             self.script.gradient_in_held = gradient.held > 0
+            self.script.gradient_in_viewed = gradient.viewed
 
     # -- forward -------------------------------------------------------------------------------------------------
 

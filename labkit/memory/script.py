@@ -125,6 +125,10 @@ class Script:
     """The unit behind holds the gradient it hands over, see `gradient_in_held`."""
     gradient_in_held: bool = False
     """A module attribute of this unit holds that gradient too: the unit before cannot overwrite it."""
+    gradient_out_viewed: bool = False
+    """The gradient that the unit behind hands over is a view, see `gradient_in_viewed`."""
+    gradient_in_viewed: bool = False
+    """That gradient is a view of a new tensor: the unit before cannot add another into it."""
 
     @cached_property
     def caches(self) -> list[tuple[str, int]]:

@@ -15,12 +15,14 @@ import numpy as np
 from labkit.ledger import rounded
 from labkit.memory.library import built_with
 from labkit.memory.optimizer import ShardedOptimizer
-from labkit.memory.tape import DTYPE_BYTES, Value
+from labkit.memory.tape import DTYPE_BYTES, Parameter, Value
 from labkit.memory.weights import About, Act, Integers, StateBook, Tensors, Weights
 from labkit.workload import Workload
 
 _PARAMETER_ALIGNMENT = 64
 """Elements; `pad_param_start`."""
+_BUILT_WIDE = "position_embeddings.weight"
+"""A `torch.nn.Embedding` is built in fp32 on the host and moved; `Float16Module` makes the weight of it."""
 _BUCKET_ALIGNMENT = 128
 """Elements; `bucket_end_divisor`, with the data-parallel size."""
 
@@ -142,17 +144,25 @@ class State:
     def set_up(self, book: StateBook) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
         weights, built = self._weights, 0
-        builds = Act("open", "parameter", self._dtype)
+        builds, wide = Act("open", "parameter", self._dtype), list[tuple[int, Parameter]]()
         for number, parameter in enumerate(weights if self._megatron else ()):
-            if found := built_with(parameter):
-                # Later ones find it there.
+            if parameter.name.endswith(_BUILT_WIDE):
+                book.each(self._parameters(np.arange(built, number)), [builds])
+                wide.append((number, parameter))
                 built = number + 1
-                book.each(self._parameters(np.arange(built)), [builds])
+            elif found := built_with(parameter):
+                # Later ones find it there.
+                book.each(self._parameters(np.arange(built, number + 1)), [builds])
+                built = number + 1
                 for key, workspace in found:
                     self.workspaces.add(key)
                     self._open_workspace(book, workspace)
                 break
         book.each(self._parameters(np.arange(built, len(weights.numel))), [builds])
+        for number, parameter in wide:
+            entry = self._open_wide(book, parameter)
+            book.each(self._parameters(np.array([number])), [builds])
+            book.close(entry)
         for buffer in self._buffers:
             if self._gathers:
                 self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
@@ -169,6 +179,11 @@ class State:
         module, _, name = parameter.name.rpartition(".")
         moves = self._gathers and bool(self._buffers) and parameter.trainable
         return About(name, parameter.shape, module, "parameters", parameter.layer, "transient" if moves else "state")
+
+    def _open_wide(self, book: StateBook, parameter: Parameter) -> int:
+        nbytes = rounded(parameter.numel * DTYPE_BYTES["fp32"])
+        module, _, name = parameter.name.rpartition(".")
+        return book.open(name, parameter.shape, "fp32", nbytes, module=module, kind="parameters")
 
     def _open_workspace(self, book: StateBook, workspace: Value) -> None:
         book.open(

@@ -179,21 +179,21 @@ class Recorder:
         ]
         runs: list[Run] = []
         outputs_held = [self._holds_output(each.tapes[-1], labels, each.checkpointed) for each in plan]
-        gradient_held = False
+        gradient = False, False
         for position in reversed(range(len(plan))):
-            # From the back: the gradient that a unit gets may be held by the one behind it.
+            # From the back: the gradient that a unit gets may be held by the one behind it, or be a view.
             tapes, checkpointed, first, left, count = plan[position]
             input_held, inner_held = position > 0 and outputs_held[position - 1], outputs_held[position]
             while left:
-                behind, units = gradient_held, []
+                behind, units = gradient, []
                 holds = [inner_held if left > 1 else input_held]
                 holds += [self._holds_output(tape, labels, checkpointed) for tape in tapes[:-1]]
                 for tape, held in zip(reversed(tapes), reversed(holds), strict=True):
-                    script, found = self._play(tape, labels, checkpointed, gradient_held, held)
-                    gradient_held = script.gradient_in_held
+                    script, found = self._play(tape, labels, checkpointed, gradient, held)
+                    gradient = script.gradient_in_held, script.gradient_in_viewed
                     units.append(Unit(script, tape, found, first))
                 alike = 1
-                if gradient_held == behind:
+                if gradient == behind:
                     alike = left if left == 1 or inner_held == input_held else left - 1
                 left -= alike
                 here = first + left * count
@@ -266,14 +266,14 @@ class Recorder:
         tape: Tape,
         labels: frozenset[str],
         checkpointed: bool,
-        gradient_held: bool = False,
+        gradient: tuple[bool, bool] = (False, False),
         input_held: bool = False,
     ) -> tuple[Script, tuple[Region, ...]]:
         if id(tape) not in self._plays:
             self._plays[id(tape)] = _plays(_Form(tape.form, tape))
         plays = self._plays[id(tape)]
         chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
-        key = chosen, self._fused, gradient_held, input_held, self._differentiates
+        key = chosen, self._fused, gradient, input_held, self._differentiates
         if key not in plays.scripts:
             possible = plays.regions
             found = [whole(tape)] if checkpointed else [region for region in possible if region.label in chosen]
@@ -281,7 +281,8 @@ class Recorder:
                 tape,
                 found,
                 fused_weight_gradients=self._fused,
-                gradient_held=gradient_held,
+                gradient_held=gradient[0],
+                gradient_viewed=gradient[1],
                 input_held=input_held,
                 differentiates=self._differentiates,
             )
@@ -304,7 +305,9 @@ class _Plays:
         self.regions = regions(tape)
         """All that labels could make of them."""
         self.labels = frozenset(region.label for region in self.regions)
-        self.scripts: dict[tuple[frozenset[str], bool, bool, bool, bool], tuple[Script, tuple[Region, ...]]] = {}
+        self.scripts: dict[
+            tuple[frozenset[str], bool, tuple[bool, bool], bool, bool], tuple[Script, tuple[Region, ...]]
+        ] = {}
 
 
 @lru_cache(maxsize=512)

@@ -22,6 +22,7 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
                 list(unit.regions),
                 fused_weight_gradients=fused,
                 gradient_held=unit.script.gradient_out_held,
+                gradient_viewed=unit.script.gradient_out_viewed,
                 input_held=unit.script.input_held,
                 differentiates=training.differentiates,
             )
