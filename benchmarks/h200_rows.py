@@ -9,6 +9,7 @@ from pathlib import Path
 
 from labkit.errors import InputError
 from labkit.files import read_regular
+from labkit.workload.files import text_of
 from labkit.workload.lora_rules import MOST_SEQUENCES
 
 COLUMNS = (
@@ -65,15 +66,11 @@ def measured_rows(path: Path) -> list[TextRow]:
 
 
 def _rows(path: Path) -> list[TextRow]:
+    # With or without the mark that spreadsheets begin a file with.
+    text = text_of(lambda: read_regular(path, _MAXIMUM_BYTES), str(path), encoding="utf-8-sig")
     try:
-        # With or without the mark that spreadsheets begin a file with.
-        text = read_regular(path, _MAXIMUM_BYTES).decode("utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         lines = [(reader.line_num, fields) for fields in reader if any(field.strip() for field in fields)]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not text in UTF-8") from None
     except csv.Error as error:
         raise InputError(f"{path}: not CSV (line {reader.line_num}: {error})") from None
     if not lines:

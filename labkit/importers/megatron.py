@@ -1,7 +1,6 @@
 """`import_megatron`: launch arguments of Megatron-LM, in whatever form, as a `Workload`."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,17 +11,18 @@ from typing import Any, NamedTuple
 import yaml
 
 from labkit.console import printable
+from labkit.drivers.trace.process import own_module
 from labkit.errors import InputError, WorkError, nearest
 from labkit.files import read_regular
 from labkit.importers.fields import Arguments, Fields, fields
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
+from labkit.workload.files import text_of
 from labkit.workload.gpu import GPUS
 
 _MAXIMUM_BYTES = 2**20
 _LONGEST_SECONDS = 600.0
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Imported(NamedTuple):
@@ -90,15 +90,13 @@ def _checked(found: Fields, source: str) -> Workload:
 
 
 def _text(path: Path | None, source: str) -> str:
-    try:
+    def read() -> bytes:
         content = sys.stdin.buffer.read(_MAXIMUM_BYTES + 1) if path is None else read_regular(path, _MAXIMUM_BYTES)
         if len(content) > _MAXIMUM_BYTES:
             raise InputError(f"{source}: larger than {_MAXIMUM_BYTES / 2**20:g} MiB")
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(f"{source}: not text in UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: no file's name has a null character
-        raise InputError(f"{source}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        return content
+
+    return text_of(read, source, encoding="utf-8-sig")
 
 
 def _world_note(launch: Launch, mapping: Mapping[str, Any]) -> list[str]:
@@ -118,17 +116,16 @@ def _asked(launch: Launch, gpu: str | None) -> dict[str, Any]:
         "gpu": gpu or next(iter(GPUS)),
         "silent": SILENT,
     }
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command, environment = own_module("labkit.drivers.trace.megatron_args")
     try:
-        # -P: the user's directory may hold files named like modules.
         process = subprocess.run(
-            [sys.executable, "-P", "-m", "labkit.drivers.trace.megatron_args"],
+            command,
             input=json.dumps(request).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=_LONGEST_SECONDS,
             check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment,
         )
         answer: dict[str, Any] = json.loads(process.stdout)
     except subprocess.TimeoutExpired:

@@ -7,8 +7,9 @@ Sources: Megatron Core `optimizer/distrib_optimizer.py`, `optimizer/optimizer.py
 from collections.abc import Iterator, Sequence
 
 from labkit.ledger import rounded
+from labkit.memory.book import Book
 from labkit.memory.tape import DTYPE_BYTES
-from labkit.memory.weights import About, Act, Booleans, Integers, StateBook, Tensors, Weights
+from labkit.memory.weights import About, Act, Booleans, Integers, Tensors, Weights
 from labkit.workload import Workload
 from labkit.workload.training import Optimizer
 
@@ -53,7 +54,7 @@ class ShardedOptimizer:
     def _groups(self) -> Iterator[Tensors]:
         return (group for groups in self._optimizers for group in groups)
 
-    def set_up(self, book: StateBook) -> None:
+    def set_up(self, book: Book) -> None:
         """Main parameters, where Megatron holds them: `clone().float()` of each shard."""
         if self._choice.main_params_in_te:
             return
@@ -61,13 +62,13 @@ class ShardedOptimizer:
         for shards in self._groups:
             book.each(shards, [clone, Act("open", "main_param", "fp32", "state"), clone._replace(verb="close")])
 
-    def zero_gradients(self, book: StateBook) -> None:
+    def zero_gradients(self, book: Book) -> None:
         """Start of a step: the last step's copies of the gradients go (`zero_grad`)."""
         for shards in self._groups if self._has_copies else ():
             book.each(shards, [_GRADIENT._replace(verb="close")])
         self._has_copies = False
 
-    def step(self, book: StateBook) -> None:
+    def step(self, book: Book) -> None:
         """Copy the gradients to fp32 where Megatron holds the main parameters (`prepare_grads`), then step."""
         for shards in self._groups if self._copies_gradients else ():
             book.each(shards, [_GRADIENT])
@@ -76,7 +77,7 @@ class ShardedOptimizer:
             self._step_groups(book, [group for group in groups if len(group.numel)])
         self._has_stepped = True
 
-    def _step_groups(self, book: StateBook, groups: Sequence[Tensors]) -> None:
+    def _step_groups(self, book: Book, groups: Sequence[Tensors]) -> None:
         """`FusedAdam.step`: states appear in the first one; narrow ones are copied to fp32 for the kernel and back.
 
         The copies of a group stay in the arguments of the last kernel (`tensor_lists`) until the next group's.
@@ -121,7 +122,7 @@ class ShardedOptimizer:
             acts += [clone, master, clone._replace(verb="close"), master._replace(verb="close")]
         return acts
 
-    def _make_scales(self, book: StateBook, shards: Tensors) -> None:
+    def _make_scales(self, book: Book, shards: Tensors) -> None:
         """One fp32 scalar for each state whose values are not fp32 (remainders are bits of fp32 ones)."""
         narrow = sum(dtype in ("bf16", "fp16") for dtype in self._states.values())
         count = narrow * len(shards.numel)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from labkit.ledger import rounded
+from labkit.memory.book import Book
 from labkit.memory.meter import Change, Integers, Meter, Pool
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
@@ -15,7 +16,7 @@ from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.tape import DTYPE_BYTES, Shape
 from labkit.memory.units import Chunk, chunks, loss_chunk, weights
-from labkit.memory.weights import Act, StateBook, Tensors
+from labkit.memory.weights import Act, Tensors
 from labkit.workload import Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
 from labkit.workload.kernels import length_choices
@@ -159,16 +160,17 @@ class _Levels:
         self._meter.add(self._state.first_step if self._iteration == 1 else self._state.later_step)
 
 
-class _Tally:
-    """Sums up what `State` opens and closes; a `labkit.memory.weights.StateBook`."""
+class _Tally(Book):
+    """Sums up what `State` opens and closes."""
 
     def __init__(self, size: Callable[[Any], Any]) -> None:
+        super().__init__()
         self._size = size
         self._level = self._peak = 0
         self._opened: list[int] = []
         """Sizes of entries, by number from 1."""
 
-    def during(self, act: Callable[[StateBook], None]) -> Change:
+    def during(self, act: Callable[[Book], None]) -> Change:
         """What `act` does to the level."""
         before, self._peak = self._level, self._level
         act(self)

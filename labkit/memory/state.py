@@ -13,10 +13,11 @@ from math import lcm
 import numpy as np
 
 from labkit.ledger import rounded
+from labkit.memory.book import Book
 from labkit.memory.library import built_with
 from labkit.memory.optimizer import ShardedOptimizer
-from labkit.memory.tape import DTYPE_BYTES, Parameter, Value
-from labkit.memory.weights import About, Act, Integers, StateBook, Tensors, Weights
+from labkit.memory.tape import DTYPE_BYTES, Value
+from labkit.memory.weights import About, Act, Integers, Tensors, Weights
 from labkit.workload import Workload
 
 _PARAMETER_ALIGNMENT = 64
@@ -141,14 +142,15 @@ class State:
         shards = np.concatenate([*none, *(buffer.shards for buffer in self._buffers)])
         self._optimizer = ShardedOptimizer(weights, stepped, shards, workload, self._gradient_dtype)
 
-    def set_up(self, book: StateBook) -> None:
+    def set_up(self, book: Book) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
         weights, built = self._weights, 0
-        builds, wide = Act("open", "parameter", self._dtype), list[tuple[int, Parameter]]()
+        builds, converted = Act("open", "parameter", self._dtype), list[int]()
+        wide = Act("open", "fp32 parameter", "fp32")
         for number, parameter in enumerate(weights if self._megatron else ()):
             if parameter.name.endswith(_BUILT_WIDE):
                 book.each(self._parameters(np.arange(built, number)), [builds])
-                wide.append((number, parameter))
+                converted.append(number)
                 built = number + 1
             elif found := built_with(parameter):
                 # Later ones find it there.
@@ -159,10 +161,7 @@ class State:
                     self._open_workspace(book, workspace)
                 break
         book.each(self._parameters(np.arange(built, len(weights.numel))), [builds])
-        for number, parameter in wide:
-            entry = self._open_wide(book, parameter)
-            book.each(self._parameters(np.array([number])), [builds])
-            book.close(entry)
+        book.each(self._parameters(np.array(converted, np.int64)), [wide, builds, wide._replace(verb="close")])
         for buffer in self._buffers:
             if self._gathers:
                 self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
@@ -178,14 +177,10 @@ class State:
         parameter = self._weights.parameters[number]
         module, _, name = parameter.name.rpartition(".")
         moves = self._gathers and bool(self._buffers) and parameter.trainable
-        return About(name, parameter.shape, module, "parameters", parameter.layer, "transient" if moves else "state")
+        goes = moves or act.dtype != self._dtype
+        return About(name, parameter.shape, module, "parameters", parameter.layer, "transient" if goes else "state")
 
-    def _open_wide(self, book: StateBook, parameter: Parameter) -> int:
-        nbytes = rounded(parameter.numel * DTYPE_BYTES["fp32"])
-        module, _, name = parameter.name.rpartition(".")
-        return book.open(name, parameter.shape, "fp32", nbytes, module=module, kind="parameters")
-
-    def _open_workspace(self, book: StateBook, workspace: Value) -> None:
+    def _open_workspace(self, book: Book, workspace: Value) -> None:
         book.open(
             workspace.name,
             workspace.shape,
@@ -196,16 +191,16 @@ class State:
             lifetime="workspace",
         )
 
-    def _open_buffer(self, book: StateBook, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
+    def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
         # `megatron.training.get_model` wraps the model on a stream of its own.
         book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state", stream=1)
 
-    def zero_gradients(self, book: StateBook) -> None:
+    def zero_gradients(self, book: Book) -> None:
         """Start of a step."""
         self._optimizer.zero_gradients(book)
 
-    def sync_gradients(self, book: StateBook) -> None:
+    def sync_gradients(self, book: Book) -> None:
         """After backward, gradients of replicated parameters are concatenated and summed over tensor-parallel ranks.
 
         Source: `finalize_model_grads._allreduce_non_tensor_model_parallel_grads`.
@@ -220,6 +215,6 @@ class State:
                 )
             )
 
-    def step(self, book: StateBook) -> None:
+    def step(self, book: Book) -> None:
         """The optimizer's step."""
         self._optimizer.step(book)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,28 +105,3 @@ class Tensors(NamedTuple):
     """Of the parameters."""
     about: Callable[[int, int, Act], About]
     """Of the tensor of a parameter (its number), with so many elements, that an act opens."""
-
-
-class StateBook(Protocol):
-    """Whoever keeps the books of the static state: rows (`labkit.memory.book.Book`) or sums."""
-
-    def open(
-        self,
-        tensor: str,
-        shape: Shape,
-        dtype: str,
-        nbytes: int,
-        *,
-        module: str,
-        kind: str,
-        lifetime: Lifetime = ...,
-        count: int = ...,
-        stream: int = ...,
-    ) -> int:
-        """A new tensor, or `count` of `nbytes` together; returns its number."""
-
-    def close(self, number: int) -> None:
-        """The tensor is free from now on."""
-
-    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = ...) -> None:
-        """Do all the acts to one tensor after the other."""

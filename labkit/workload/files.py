@@ -1,6 +1,7 @@
 """Reading YAML as data, and finding what ships with labkit (`data/`)."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,21 @@ def load_mapping(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, is larger than 1 MiB, is not YAML, or holds no mapping with text keys.
     """
+    return parse_mapping(text_of(lambda: read_regular(path, _MAXIMUM_BYTES), str(path)), str(path))
+
+
+def text_of(read: Callable[[], bytes], source: str, *, encoding: str = "utf-8") -> str:
+    """What `read` gives, as text; `source` names it in errors.
+
+    Raises:
+        InputError: it cannot be read, or is no text.
+    """
     try:
-        text = read_regular(path, _MAXIMUM_BYTES).decode("utf-8")
+        return read().decode(encoding)
     except UnicodeDecodeError:
-        raise InputError(f"{path}: not text in UTF-8") from None
+        raise InputError(f"{source}: not text in UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: no file's name has a null character
-        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    return parse_mapping(text, str(path))
+        raise InputError(f"{source}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:

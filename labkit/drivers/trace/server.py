@@ -12,15 +12,14 @@ group when its standard input ends, which happens when the process that started 
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from labkit.drivers.trace.process import own_module
 from labkit.errors import InputError, WorkError
 from labkit.files import temporary_folder
 from labkit.workload import Workload
@@ -71,15 +70,14 @@ class TraceServer:
         """Start the process; it takes requests at once and answers when its imports are done."""
         # Its own group, so that one signal ends it and its children, and so that Ctrl-C in a terminal reaches the
         # user's process alone, which then ends it in order.
-        # -P: the user's directory may hold files named like modules.
-        paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command, environment = own_module("labkit.drivers.trace.worker")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "labkit.drivers.trace.worker"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment,
         )
         self._open, self._closed = True, False
         threading.Thread(target=self._read, args=(self._process,), name="labkit trace server", daemon=True).start()

@@ -1,0 +1,14 @@
+"""Processes of this very labkit, for what needs Megatron Core imported under a GPU that is not there."""
+
+import os
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def own_module(name: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment that run a module of this labkit."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # -P: the user's directory may hold files named like modules.
+    return [sys.executable, "-P", "-m", name], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
