@@ -1,28 +1,38 @@
-"""One training step as Megatron takes it, and where its phases begin.
+"""One training step as Megatron-LM takes it, and where its phases begin.
 
-Source: `megatron.training.training.train` and `train_step`, and `forward_step` of `pretrain_gpt.py`, Megatron 0.19.
-The schedule is Megatron's own, told apart into phases by the timers it starts.
+Source: `megatron.training.training.train`, whose `train_step` this calls, and `get_batch`, `forward_step` and
+`loss_func` of `pretrain_gpt.py`, which no wheel contains; Megatron 0.19. Phases are told apart by the timers that
+Megatron starts.
 """
 
-import itertools
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import global_vars, training
+from megatron.training.utils import calc_params_l2_norm
 
-from labkit.drivers.build import aligned_param_gather
 from labkit.workload import Workload
 
 PhaseCallback = Callable[[int, str], None]
 """Called with (iteration, name of `labkit.ledger.PHASES`) when a phase begins."""
 
-_PHASE_OF_TIMER = {"forward-compute": "forward", "backward-compute": "backward", "all-grads-sync": "grad_sync"}
+_PHASE_OF_TIMER = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "all-grads-sync": "grad_sync",
+    "optimizer": "optimizer",
+}
+_BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 class _PhaseTimers:
@@ -45,42 +55,42 @@ class _PhaseTimers:
 
 
 class TrainingStep:
-    """A rank's pipeline chunks and their optimizer, ready to step. Iterations count from 1.
-
-    `num_microbatches` is the workload's where time counts, and may be fewer where memory alone does.
-    """
+    """A rank's pipeline chunks and their optimizer, ready to step. Iterations count from 1."""
 
     def __init__(
         self,
         workload: Workload,
-        chunks: Sequence[DistributedDataParallel],
+        arguments: argparse.Namespace,
+        chunks: Sequence[Any],
         optimizer: MegatronOptimizer,
         phase: PhaseCallback,
-        *,
-        num_microbatches: int,
     ) -> None:
-        self.workload = workload
-        self.num_microbatches = num_microbatches
+        self.arguments = arguments
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.iteration = 0
         self._phase = phase
         self._reported = ""
-        self._forward_backward = get_forward_backward_func()
-        self._batches = [batches(workload, *_ends(chunk)) for chunk in self.chunks]
+        self._schedule = get_forward_backward_func()
+        self._learning_rates = training.get_optimizer_param_scheduler(optimizer)
+        # Host memory only: what is checked and run again is kept there.
+        self._batches = [RerunDataIterator(host_batches(workload)) for _ in self.chunks]
         self._config = config = self.chunks[0].config
-        config.timers = _PhaseTimers(self._begin)
+        config.timers = global_vars._GLOBAL_TIMERS = _PhaseTimers(self._begin)
         config.grad_scale_func = optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
-        data_parallel = workload.training.data_parallel
-        if data_parallel.overlap_grad_reduce:
+        if config.finalize_model_grads_func is None:
+            config.finalize_model_grads_func = finalize_model_grads
+        if arguments.overlap_grad_reduce:
             config.no_sync_func = _each(chunk.no_sync for chunk in self.chunks)
-            config.grad_sync_func = _each(chunk.start_grad_sync for chunk in self.chunks)
-        self._late_hooks = data_parallel.overlap_param_gather
+            if arguments.align_grad_reduce:
+                config.grad_sync_func = _each(chunk.start_grad_sync for chunk in self.chunks)
+        self._late_hooks = training.should_disable_forward_pre_hook(arguments)
+        if self._late_hooks:
+            # The first step's parameters are in place already: Megatron gathers none before it.
+            training.disable_forward_pre_hook(self.chunks, param_sync=False)
+        elif arguments.overlap_param_gather:
+            self._gather_together()
         for chunk in self.chunks:
-            if self._late_hooks:
-                # The first step's parameters are in place already: Megatron gathers none before it.
-                chunk.disable_forward_pre_hook(param_sync=False)
             chunk.train()
 
     def _begin(self, phase: str) -> None:
@@ -90,35 +100,34 @@ class TrainingStep:
 
     def run(self) -> torch.Tensor | None:
         """Take one step; returns the mean loss over its micro-batches, a scalar on the device, where the head is."""
+        self.arguments.curr_iteration = self.iteration
+        losses, *_ = training.train_step(
+            _forward,
+            self._batches,
+            self.chunks,
+            self.optimizer,
+            self._learning_rates,
+            self._config,
+            self._forward_backward,
+            iteration=self.iteration,
+        )
+        if self.arguments.log_params_norm:
+            calc_params_l2_norm(self.chunks)
+        if self._late_hooks and self.iteration == 1:
+            # From the second step on, forward gathers the parameters that the optimizer has updated.
+            training.enable_forward_pre_hook(self.chunks)
+            self._gather_together()
+        loss: torch.Tensor | None = losses.get("lm loss")
+        return loss
+
+    def _forward_backward(self, **arguments: Any) -> Any:
         # What zeroing frees (the optimizer's copies of the gradients) is the last step's: the new one begins after it.
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         self.iteration += 1
         self._begin("forward")
-        losses = self._forward_backward(
-            forward_step_func=_forward,
-            data_iterator=self._batches,
-            model=self.chunks,
-            num_microbatches=self.num_microbatches,
-            seq_length=self.workload.batch.seq_length,
-            micro_batch_size=self.workload.batch.micro_batch_size,
-            forward_only=False,
-        )
-        self._begin("optimizer")
-        self.optimizer.step()
-        if self._late_hooks and self.iteration == 1:
-            self._gather_parameters_late()
-        if not losses:
-            return None
-        total: torch.Tensor = torch.vstack([loss["lm loss"] for loss in losses]).sum(dim=0)
-        return total[0] / total[1]
+        return self._schedule(**arguments)
 
-    def _gather_parameters_late(self) -> None:
-        """From the second step on, forward gathers the parameters that the optimizer has updated."""
-        for chunk in self.chunks:
-            chunk.enable_forward_pre_hook()
-        if aligned_param_gather(self.workload):
+    def _gather_together(self) -> None:
+        if self.arguments.align_param_gather:
             self._config.param_sync_func = _each(chunk.start_param_sync for chunk in self.chunks)
 
 
@@ -128,48 +137,72 @@ def _each(functions: Iterable[Callable[..., Any]]) -> Any:
     return listed[0] if len(listed) == 1 else listed
 
 
-def _ends(chunk: DistributedDataParallel) -> tuple[bool, bool]:
-    """Whether the chunk begins with the embedding, and whether it ends with the head."""
-    return get_attr_wrapped_model(chunk, "pre_process"), get_attr_wrapped_model(chunk, "post_process")
-
-
-def batches(workload: Workload, first: bool, last: bool) -> Iterator[dict[str, torch.Tensor | None]]:
-    """What `get_batch_on_this_tp_rank` leaves on the device: (micro-batch, sequence) tensors, no attention mask.
-
-    A context-parallel rank then takes its two of the 2 x cp chunks.
-
-    The host collates them and copies each to the device once; a stage then lets go of what it does not need. Stages
-    between the first and the last read nothing.
-    """
-    embeds = first or (last and workload.model.mtp_num_layers is not None)
-    needed = {"tokens": embeds, "labels": last, "loss_mask": last, "position_ids": embeds}
-    shape = (workload.batch.micro_batch_size, workload.batch.seq_length)
+def host_batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
+    """What a data loader collates in host memory: (micro-batch, sequence) tensors, maybe a mask."""
+    batch = workload.batch
+    shape = (batch.micro_batch_size, batch.seq_length)
     generator = torch.Generator().manual_seed(1234)
-    if not any(needed.values()):
-        yield from itertools.repeat(dict.fromkeys(needed))
     while True:
         tokens = torch.randint(workload.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
-        batch = {
+        collated = {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": torch.ones(shape, dtype=torch.float32),
             "position_ids": torch.arange(shape[1]).repeat(shape[0], 1),
         }
-        # A context-parallel rank goes on with its part of the sequences. No variable here keeps the tensors alive.
-        yield get_batch_on_this_cp_rank(
-            _kept({name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}, needed),
+        if batch.create_attention_mask_in_dataloader:
+            # Expanded: the square is made on the device alone.
+            collated["attention_mask"] = torch.zeros(1, dtype=torch.bool).expand(shape[0], 1, shape[1], shape[1])
+        yield collated
+
+
+def get_batch(host: Iterator[dict[str, torch.Tensor]], chunk: Any) -> dict[str, torch.Tensor | None]:
+    """A micro-batch on the device.
+
+    The first tensor-parallel rank copies the host's batch, the others make room for it; a stage then lets go of what
+    it does not need. Stages between the first and the last read nothing. A context-parallel rank goes on with its
+    two of the 2 x cp chunks.
+    """
+    arguments = global_vars.get_args()
+    first, last, stage = (get_attr_wrapped_model(chunk, name) for name in ("pre_process", "post_process", "vp_stage"))
+    predicts = mtp_on_this_rank(
+        chunk.config.pipeline_model_parallel_layout, arguments.mtp_num_layers, ignore_virtual=False, vp_stage=stage
+    )
+    if not (first or last or predicts):
+        return dict.fromkeys(_BATCH)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    collated = next(host) if rank == 0 else {}
+    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
+        get_batch_on_this_tp_rank(
+            {name: tensor.cuda(non_blocking=True) for name, tensor in collated.items()},
+            has_cu_seqlens=False,
             is_hybrid_cp=False,
-            cp_group=get_context_parallel_group(),
-        )
+            create_attention_mask_in_dataloader=arguments.create_attention_mask_in_dataloader,
+            broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+            broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_size=arguments.context_parallel_size,
+            tp_rank=rank,
+            micro_batch_size=arguments.micro_batch_size,
+            seq_length=arguments.seq_length,
+            mtp_on_this_rank=predicts,
+            pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+            is_pipeline_first_stage=first,
+            is_pipeline_last_stage=last,
+        ),
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+    )
 
 
-def _kept(batch: dict[str, torch.Tensor], needed: dict[str, bool]) -> dict[str, torch.Tensor | None]:
-    return {name: tensor if needed[name] else None for name, tensor in batch.items()}
-
-
-def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    batch = next(batches)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+def _forward(host: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch = get_batch(host, model)
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
     return losses, partial(_mean_loss, batch["loss_mask"])
 
 
@@ -177,8 +210,14 @@ def _mean_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of the losses that count, how many count, both for the report)."""
+    arguments = global_vars.get_args()
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
+    if arguments.check_for_nan_in_loss_and_grad:
+        for rejected, message in ((torch.isnan, "found NaN in local forward loss"), (torch.isinf, "found Inf")):
+            get_rerun_state_machine().validate_result(
+                result=total, rejection_func=rejected, message=message, tolerance=0.0, fatal=True
+            )
     count = mask.sum().clone().detach().to(torch.int)
     report = torch.cat([total.clone().detach().view(1), count.view(1)])
     return total, count, {"lm loss": report}

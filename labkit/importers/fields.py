@@ -1,13 +1,16 @@
 """Megatron's validated arguments and its configuration as fields of a `Workload`, and what no field expresses.
 
-The inverse of `labkit.drivers.build`. Everything is stated, so that Megatron's defaults hold and not labkit's.
+The inverse of `labkit.drivers.arguments`. Everything is stated, so that Megatron's defaults hold and not labkit's.
+What has no field goes into `launch` as it was written: a trace runs it, an estimate does not price it.
 """
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from labkit.errors import InputError
 from labkit.importers.silent import decides_no_memory
+from labkit.workload.launch import READ_FROM_ENVIRONMENT
 
 _GPT2_VOCABULARY = 50257
 _DEFAULT_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
@@ -18,7 +21,10 @@ class Fields(NamedTuple):
     """A workload as a mapping, and what it leaves out."""
 
     mapping: dict[str, Any]
+    not_priced: list[str]
+    """What `launch` carries along, and how an estimate takes it."""
     not_expressed: list[str]
+    """What is nowhere in the mapping."""
     assumed: list[str]
 
 
@@ -33,6 +39,8 @@ class Arguments(NamedTuple):
     """How each is written on a command line."""
     config: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig`."""
+    written: Mapping[str, list[str]]
+    """The words of each that was given."""
 
 
 _SAME = {
@@ -54,7 +62,7 @@ _SAME = {
     "account_for_loss_in_pipeline_split",
     "kernels": "attention_backend bias_activation_fusion use_fused_weighted_squared_relu bias_dropout_fusion "
     "apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl",
-    "expert_kernels": "moe_token_dispatcher_type moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
+    "expert_kernels": "moe_grouped_gemm moe_token_dispatcher_type moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
     "recompute": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
     "optimizer": "optimizer use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype "
     "exp_avg_sq_dtype",
@@ -121,6 +129,10 @@ _ENVIRONMENT = {
 `:4096:8` is 32 MiB, what PyTorch takes on sm90 by itself (`CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
 
 
+_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
+
+
 def fields(read: Arguments, *, name: str, gpu: str, environment: Mapping[str, str]) -> Fields:
     """The workload that Megatron's reading of the arguments describes.
 
@@ -132,7 +144,9 @@ def fields(read: Arguments, *, name: str, gpu: str, environment: Mapping[str, st
 
 class _Mapping:
     def __init__(self, read: Arguments) -> None:
-        self.values, self.given, self.options, self.config = read
+        self.values, self.given, self.options, self.config, self.written = read
+        self.launched: dict[str, str] = {}
+        self.priced_not: list[str] = []
         self.lost: list[str] = []
         self.assumed: list[str] = []
 
@@ -141,7 +155,7 @@ class _Mapping:
         mapping = {
             "model": {"name": name, **self._model()},
             "parallelism": self._parallelism(),
-            "batch": {key: self.values[key] for key in ("seq_length", "micro_batch_size", "global_batch_size")},
+            "batch": {key: self.values[key] for key in _BATCH},
             "recompute": self._recompute(),
             "training": {
                 "gpu": self._gpu(gpu),
@@ -151,15 +165,20 @@ class _Mapping:
             },
         }
         self._precision()
-        self._batch_tensors()
-        self._environment(environment)
+        self._own_layers()
+        variables = self._environment(environment)
         self._rest()
-        return Fields(mapping, self.lost, self.assumed)
+        if self.launched or variables:
+            mapping["launch"] = {"arguments": list(self.launched.values()), "environment": variables}
+        return Fields(mapping, self.priced_not, self.lost, self.assumed)
 
     def _lose(self, dest: str, meaning: str, value: Any = None) -> None:
-        """Report an argument that no field expresses."""
+        """Carry an argument that no field expresses along as it was written, or report that it is lost."""
         shown = self.given.get(dest) if value is None else value
-        self.lost.append(f"{self.options[dest]}{_as_written(shown)}: {meaning}")
+        words = self.written.get(dest)
+        if words:
+            self.launched[dest] = shlex.join(words)
+        (self.priced_not if words else self.lost).append(f"{self.options[dest]}{_as_written(shown)}: {meaning}")
 
     def _same(self, part: str) -> dict[str, Any]:
         return {name: self.config.get(name, self.values.get(name)) for name in _SAME[part].split()}
@@ -258,8 +277,6 @@ class _Mapping:
             experts["moe_router_dtype"] = "fp32"
         if self.values["hybrid_layer_pattern"]:
             experts["moe_layer_freq"] = 1  # the pattern says which
-        if not self.config["moe_grouped_gemm"]:
-            self._lose("moe_grouped_gemm", "experts one after the other; taken as one grouped GEMM", "not given")
         return experts
 
     def _parallelism(self) -> dict[str, Any]:
@@ -345,28 +362,33 @@ class _Mapping:
         return "h100-80gb"
 
     def _precision(self) -> None:
-        if not self.values["bf16"] and not self.values["fp16"]:
+        if self.values["fp16"]:
+            self._lose("fp16", _MEANING["fp16"])
+        elif not self.values["bf16"]:
             self._lose("bf16", "parameters in fp32; taken as bf16", "not given")
 
-    def _batch_tensors(self) -> None:
-        """`get_batch_on_this_tp_rank`: a mask for every micro-batch, which the attention kernels do not read."""
-        if self.values["create_attention_mask_in_dataloader"]:
-            sequence = self.values["seq_length"]
-            mask = (
-                f"the batch's attention mask, {self.values['micro_batch_size'] * sequence**2} bytes; taken as left out"
-            )
-            self._lose("create_attention_mask_in_dataloader", mask, "not given")
+    def _own_layers(self) -> None:
         spec = self.values["spec"]
         if spec and spec != _DEFAULT_SPEC:
             self._lose("spec", "layers of your own; taken as Megatron's")
 
-    def _environment(self, environment: Mapping[str, str]) -> None:
+    def _environment(self, environment: Mapping[str, str]) -> list[str]:
+        """The variables that somebody reads, and what those that matter mean."""
         for name, (same, meaning) in _ENVIRONMENT.items():
             if environment.get(name, same) != same and not self._unread(name):
-                self.lost.append(f"{name}={environment[name][:80]}: {meaning}")
+                self.priced_not.append(f"{name}={environment[name][:80]}: {meaning}")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if environment.get(name):
-                self.lost.append(f"{name}={environment[name][:80]}: the allocator's blocks; taken as PyTorch's default")
+                self.priced_not.append(
+                    f"{name}={environment[name][:80]}: the allocator's blocks; taken as PyTorch's default"
+                )
+        return [
+            f"{name}={value}"
+            for name, value in environment.items()
+            if READ_FROM_ENVIRONMENT.fullmatch(name)
+            and not name.startswith(_SILENT_VARIABLES)
+            and value != _ENVIRONMENT.get(name, ("",))[0]
+        ]
 
     def _unread(self, name: str) -> bool:
         """Unfused attention is PyTorch's own operations."""

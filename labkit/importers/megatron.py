@@ -4,9 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -29,15 +30,18 @@ class Imported(NamedTuple):
     """A workload, and what is known about how well it says what was launched."""
 
     workload: Workload
+    not_priced: list[str]
+    """One sentence for each argument that decides memory and that only `launch` carries, for a trace."""
     not_expressed: list[str]
-    """One sentence for each argument that decides memory and that the workload does not say."""
+    """One sentence for each that the workload does not say at all."""
     assumed: list[str]
     """What was left open and how it was taken."""
 
     @property
     def notes(self) -> list[str]:
-        """Both, each in one line."""
+        """All of them, each in one line."""
         labelled = [f"assumed: {each}" for each in self.assumed]
+        labelled += [f"not priced: {each}" for each in self.not_priced]
         labelled += [f"not expressed: {each}" for each in self.not_expressed]
         return [printable(" ".join(each.split())) for each in labelled]
 
@@ -47,6 +51,57 @@ class Imported(NamedTuple):
         data = self.workload.model_dump(mode="json", exclude_unset=True)
         body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
         return "".join([*(f"# {note}\n" for note in self.notes), body])
+
+
+class MegatronReader:
+    """Megatron's own reading of arguments, in a process that answers any number of questions; use it as a context.
+
+    Raises:
+        WorkError: the process could not be started, died, or took too long.
+    """
+
+    def __enter__(self) -> Self:
+        command, environment = own_module("labkit.drivers.trace.megatron_args")
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, launch: Launch) -> Arguments:
+        """What Megatron makes of a launch.
+
+        Raises:
+            InputError: Megatron refuses it.
+            WorkError: as the class says.
+        """
+        request = {
+            "arguments": list(launch.arguments),
+            "environment": dict(launch.environment),
+            "world_size": launch.world_size,
+            "silent": SILENT,
+        }
+        sent, read = self._process.stdin, self._process.stdout
+        assert sent is not None and read is not None
+        watchdog = threading.Timer(_LONGEST_SECONDS, self._process.kill)
+        watchdog.start()
+        try:
+            with self._lock:
+                sent.write(json.dumps(request).encode() + b"\n")
+                sent.flush()
+                answer: dict[str, Any] = json.loads(read.readline())
+        except (OSError, ValueError):
+            code = self._process.wait()
+            raise WorkError(f"Megatron's parser ended with exit code {code} or took {_LONGEST_SECONDS:g} s") from None
+        finally:
+            watchdog.cancel()
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return Arguments(**answer)
 
 
 def import_megatron(path: Path | None, *, world_size: int | None = None, gpu: str | None = None) -> Imported:
@@ -61,23 +116,29 @@ def import_megatron(path: Path | None, *, world_size: int | None = None, gpu: st
     source = "standard input" if path is None else str(path)
     if gpu is not None and gpu not in GPUS:
         raise InputError(f"--gpu {gpu[:80]}: no such GPU{nearest(gpu[:80], GPUS)}")
-    launch = read_launch(_text(path, source), source)
-    known_program(launch.program, source)
     name = "imported" if path is None else re.sub(r"[^\w.-]+", "-", path.stem)[:200] or "imported"
+    with MegatronReader() as reader:
+        return import_text(_text(path, source), reader, source=source, name=name, world_size=world_size, gpu=gpu)
+
+
+def import_text(
+    text: str, reader: MegatronReader, *, source: str, name: str, world_size: int | None = None, gpu: str | None = None
+) -> Imported:
+    """The same for the text of a file; `name` is the model's, `source` stands in messages.
+
+    Raises:
+        InputError, WorkError: as `import_megatron`.
+    """
+    launch = read_launch(text, source)
+    known_program(launch.program, source)
     if world_size is not None:
         launch = launch._replace(world_size=world_size)
     try:
-        answer = _asked(launch, gpu)
-        found = fields(
-            Arguments(answer["values"], answer["given"], answer["options"], answer["config"]),
-            name=name,
-            gpu=gpu or launch.gpu,
-            environment=launch.environment,
-        )
+        found = fields(reader.ask(launch), name=name, gpu=gpu or launch.gpu, environment=launch.environment)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     assumed = [*_world_note(launch, found.mapping), *found.assumed]
-    return Imported(_checked(found, source), found.not_expressed, assumed)
+    return Imported(_checked(found, source), found.not_priced, found.not_expressed, assumed)
 
 
 def _checked(found: Fields, source: str) -> Workload:
@@ -85,7 +146,7 @@ def _checked(found: Fields, source: str) -> Workload:
     try:
         return Workload.from_mapping(found.mapping, source)
     except InputError as error:
-        options = ", ".join(each.partition(":")[0] for each in found.not_expressed)
+        options = ", ".join(each.partition(":")[0] for each in (*found.not_priced, *found.not_expressed))
         raise InputError(f"{error} (not expressed: {options})" if options else str(error)) from None
 
 
@@ -105,33 +166,3 @@ def _world_note(launch: Launch, mapping: Mapping[str, Any]) -> list[str]:
     why = f"the launcher's needs {launch.unknown_world}" if launch.unknown_world else "none is stated"
     ranks = mapping["parallelism"]["world_size"]
     return [f"world size: {why}; the smallest that the layout allows, {ranks} (--world-size says another)"]
-
-
-def _asked(launch: Launch, gpu: str | None) -> dict[str, Any]:
-    """Megatron's answer from a process of its own."""
-    request = {
-        "arguments": list(launch.arguments),
-        "environment": dict(launch.environment),
-        "world_size": launch.world_size,
-        "gpu": gpu or next(iter(GPUS)),
-        "silent": SILENT,
-    }
-    command, environment = own_module("labkit.drivers.trace.megatron_args")
-    try:
-        process = subprocess.run(
-            command,
-            input=json.dumps(request).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_LONGEST_SECONDS,
-            check=False,
-            env=environment,
-        )
-        answer: dict[str, Any] = json.loads(process.stdout)
-    except subprocess.TimeoutExpired:
-        raise WorkError(f"Megatron's parser did not answer within {_LONGEST_SECONDS:g} s") from None
-    except ValueError:
-        raise WorkError(f"Megatron's parser ended with exit code {process.returncode}") from None
-    if "error" in answer:
-        raise InputError(answer["error"])
-    return answer

@@ -2,6 +2,7 @@
 
 from labkit.workload.batch import Batch, Packed
 from labkit.workload.finding import Finding
+from labkit.workload.launch import Launch
 from labkit.workload.model import GatedDeltaNet, LayerKind, Mamba, MixtureOfExperts, Model, MultiLatentAttention
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import RECOMPUTE_MODULES, Recompute
@@ -17,6 +18,7 @@ __all__ = [
     "Finding",
     "GatedDeltaNet",
     "Kernels",
+    "Launch",
     "LayerKind",
     "Lora",
     "Mamba",

@@ -44,6 +44,10 @@ class Batch(Part):
     """Rows of a packed batch where there is one: its tokens, padded to a multiple of the tensor-parallel ranks."""
     micro_batch_size: PositiveInt = 1
     global_batch_size: PositiveInt
+    create_attention_mask_in_dataloader: bool = False
+    """Every micro-batch brings a mask of `seq_length` squared bytes a sequence along, which causal kernels do not read.
+
+    Megatron-LM's default, which `--no-create-attention-mask-in-dataloader` turns off."""
     packed: Packed | None = None
     """Sequences of the micro-batch (`lora` runtime); None: each is `seq_length` tokens."""
 

@@ -48,6 +48,13 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     for field, (broken, what) in refused.items():
         if broken:
             yield Finding("error", field, f"{what} is not supported by this version of labkit", "use the default")
+    remedy = "trace the workload, which runs it"
+    if model.mixture_of_experts is not None and not workload.training.kernels.moe_grouped_gemm:
+        reason = "experts one after the other are priced as one grouped GEMM"
+        yield Finding("warning", "training.kernels.moe_grouped_gemm", reason, remedy)
+    if workload.launch is not None and workload.launch.arguments:
+        reason = f"an estimate does not price {', '.join(workload.launch.arguments)}"
+        yield Finding("warning", "launch.arguments", reason, remedy)
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:

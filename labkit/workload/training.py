@@ -23,7 +23,8 @@ class Kernels(Part):
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: bool = True
     cross_entropy_fusion_impl: Literal["te", "native"] = "te"
-    moe_grouped_gemm: Literal[True] = True
+    moe_grouped_gemm: bool = True
+    """The products of all experts of a rank in one call; otherwise one expert after the other."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     moe_flex_dispatcher_backend: Literal["hybridep"] = "hybridep"
     moe_permute_fusion: bool = True

@@ -13,6 +13,7 @@ from labkit.workload.base import Part
 from labkit.workload.batch import Batch
 from labkit.workload.files import load_mapping, model_mapping
 from labkit.workload.finding import Finding
+from labkit.workload.launch import Launch
 from labkit.workload.model import Model
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import Recompute
@@ -42,6 +43,8 @@ class Workload(Part):
     training: Training = Field(default=Training())
     routing: Routing | None = None
     """How the router spreads tokens; None is not stated: priced as balanced, and given as a range up to the worst."""
+    launch: Launch | None = None
+    """What Megatron-LM is told beyond all this."""
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -21,6 +21,7 @@ from labkit.workload.gpu import GPUS
 answers = []
 with fake_cuda(GPUS["h100-80gb"]):
     from labkit.drivers import build
+    from labkit.drivers.arguments import megatron_arguments
     from labkit.drivers.trace import cuda_surface, session
     from labkit.drivers.trace.origin import Origin
     from labkit.drivers.trace.tracker import StorageTracker
@@ -28,7 +29,9 @@ with fake_cuda(GPUS["h100-80gb"]):
         workload = Workload.model_validate(mapping)
         with session._process_group(workload, 0), cuda_surface.CudaAsMeta(), StorageTracker(Origin()):
             try:
-                build.build_model(workload)
+                arguments = megatron_arguments(workload, num_microbatches=workload.num_microbatches)
+                build.initialize_megatron(arguments)
+                build.build_model(workload, arguments)
             except Exception as error:
                 answers.append(f"{type(error).__name__}: {error}")
             else:

@@ -22,6 +22,7 @@ from labkit.workload.gpu import GPUS
 
 def imported(text: str) -> dict[str, Any]:
     """As `labkit.importers.megatron.import_megatron`, in this process."""
+    from labkit.drivers.arguments import megatron_arguments
     from labkit.drivers.build import transformer_config
 
     launch = read_launch(text, "launch")
@@ -31,18 +32,22 @@ def imported(text: str) -> dict[str, Any]:
         "world_size": launch.world_size,
         "silent": SILENT,
     }
-    namespace, parser, given, config = megatron_args.read(request)
+    namespace, parser, given, config, written = megatron_args.read(request)
     arguments = Arguments(
         {name: megatron_args.plain(value) for name, value in vars(namespace).items()},
         {name: megatron_args.plain(value) for name, value in given.items()},
         {action.dest: action.option_strings[0] for action in parser._actions},
         megatron_args.plain_config(config),
+        written,
     )
     found = fields(arguments, name="imported", gpu=launch.gpu, environment=launch.environment)
     workload = Workload.from_mapping(found.mapping)
-    theirs, ours = arguments.config, megatron_args.plain_config(transformer_config(workload))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(workload.parallelism.world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    again = megatron_arguments(workload, num_microbatches=workload.num_microbatches)
+    theirs, ours = arguments.config, megatron_args.plain_config(transformer_config(workload, again))
     return {
         "workload": workload.model_dump(mode="json"),
+        "not_priced": found.not_priced,
         "not_expressed": found.not_expressed,
         "assumed": found.assumed,
         "differing": {name: [theirs[name], ours[name]] for name in theirs if theirs[name] != ours[name]},

@@ -1,9 +1,9 @@
 """Megatron's own reading of launch arguments: its parser, its validator, its `TransformerConfig`.
 
 A process of its own (`python -m labkit.drivers.trace.megatron_args`), because Megatron reads `sys.argv` and the
-environment, and its import needs the stand-in for the GPU. It reads one JSON object from standard input, `{"arguments",
-"environment", "world_size", "gpu", "silent"}`, and answers with one on standard output: what `read` returns as plain
-data, or `{"error": "one sentence"}`. Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
+environment, and its import needs the stand-in for the GPU. It reads a JSON object from each line of standard input,
+`{"arguments", "environment", "world_size", "silent"}`, and answers with one a line on standard output: what `read`
+returns as plain data, or `{"error": "one sentence"}`. Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from typing import Any
 
 from labkit.errors import InputError
 from labkit.workload.gpu import GPUS
+from labkit.workload.launch import READ_FROM_ENVIRONMENT
 
-_ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA_DEVICE|CUDA_GRAPHS|CUBLAS|MAMBA|PYTORCH_(CUDA_)?ALLOC)_\w+")
-"""Variables that the validator, Megatron Core or Transformer Engine read, and that load nothing into a process."""
 _GAP = re.compile("\0([^\0]*)\0")
 _PATTERN = re.compile(r"[\d\[\]()+*,\s]*")
 _MOST_ENTRIES = 2**16
@@ -40,29 +39,41 @@ _FILES_OF_KITCHEN = ("kitchen_config_file", "kitchen_recipe_number")
 
 
 def main() -> None:
-    """Answer one request."""
+    """Answer one request after the other until standard input ends."""
     answers = os.dup(1)
     os.dup2(2, 1)  # Megatron prints
-    request = json.load(sys.stdin)
     from labkit.drivers.trace.surface import fake_cuda
 
-    with fake_cuda(GPUS[request["gpu"]]):
-        try:
-            namespace, parser, given, config = read(request)
-            answer: dict[str, Any] = {
-                "values": {name: plain(value) for name, value in vars(namespace).items()},
-                "given": {name: plain(value) for name, value in given.items()},
-                "options": {action.dest: action.option_strings[0] for action in parser._actions},
-                "config": plain_config(config),
-            }
-        except InputError as error:
-            answer = {"error": str(error)}
-    with os.fdopen(answers, "w") as stream:
-        json.dump(answer, stream)
+    environment = dict(os.environ)
+    with fake_cuda(next(iter(GPUS.values()))), os.fdopen(answers, "w") as stream:
+        for line in sys.stdin:
+            os.environ.clear()
+            os.environ.update(environment)
+            json.dump(_answer(json.loads(line)), stream)
+            stream.write("\n")
+            stream.flush()
 
 
-def read(request: dict[str, Any]) -> tuple[argparse.Namespace, argparse.ArgumentParser, dict[str, Any], Any]:
-    """The validated arguments, their parser, those given that are not the default, and Megatron's configuration.
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        namespace, parser, given, config, written = read(request)
+    except InputError as error:
+        return {"error": str(error)}
+    return {
+        "values": {name: plain(value) for name, value in vars(namespace).items()},
+        "given": {name: plain(value) for name, value in given.items()},
+        "options": {action.dest: action.option_strings[0] for action in parser._actions},
+        "config": plain_config(config),
+        "written": written,
+    }
+
+
+def read(
+    request: dict[str, Any],
+) -> tuple[argparse.Namespace, argparse.ArgumentParser, dict[str, Any], Any, dict[str, list[str]]]:
+    """The validated arguments, their parser, those given that are not the default, Megatron's configuration, words.
+
+    The words are those of each argument that was given, by `dest`.
 
     Raises:
         InputError: Megatron refuses them, or they are not all known.
@@ -70,15 +81,18 @@ def read(request: dict[str, Any]) -> tuple[argparse.Namespace, argparse.Argument
     import torch
     from megatron.training import arguments
 
-    for name in [name for name in os.environ if _ENVIRONMENT.fullmatch(name)]:
+    for name in [name for name in os.environ if READ_FROM_ENVIRONMENT.fullmatch(name)]:
         del os.environ[name]
     os.environ.update(_environment(request["environment"], request["arguments"]))
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(request["world_size"] or 1)}
     parsers: list[argparse.ArgumentParser] = []
+    written: dict[str, list[str]] = {}
 
     def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parsers.append(parser)
-        sys.argv = ["megatron", *_known(request["arguments"], parser, request["silent"])]
+        groups = _known(request["arguments"], parser, request["silent"])
+        written.update((action.dest, words) for action, words in groups if action is not None)
+        sys.argv = ["megatron", *(word for _, words in groups for word in words)]
         return parser
 
     with _one_sentence("Megatron's parser"):
@@ -95,7 +109,7 @@ def read(request: dict[str, Any]) -> tuple[argparse.Namespace, argparse.Argument
     with _one_sentence("Megatron's validator"):
         arguments.validate_args(namespace)
         config = arguments.core_transformer_config_from_args(namespace)
-    return namespace, parser, given, config
+    return namespace, parser, given, config, written
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -104,23 +118,25 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 def _environment(environment: dict[str, str], words: list[str]) -> dict[str, str]:
     for name, value in environment.items():
-        if _ENVIRONMENT.fullmatch(name) and (found := _GAP.search(value)):
+        if READ_FROM_ENVIRONMENT.fullmatch(name) and (found := _GAP.search(value)):
             raise InputError(f"{name} needs {found.group(1)}")
-    kept = {name: value for name, value in environment.items() if _ENVIRONMENT.fullmatch(name)}
+    kept = {name: value for name, value in environment.items() if READ_FROM_ENVIRONMENT.fullmatch(name)}
     if not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
         # Launch files leave it to the cluster; what Megatron asks for decides no memory.
         kept.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return kept
 
 
-def _known(words: list[str], parser: argparse.ArgumentParser, silent: list[str]) -> list[str]:
-    """The words without silent options whose value is not known.
+def _known(
+    words: list[str], parser: argparse.ArgumentParser, silent: list[str]
+) -> list[tuple[argparse.Action | None, list[str]]]:
+    """Each option and its words, without silent options whose value is not known.
 
     Raises:
         InputError: an option does not exist or cannot be imported, or one that matters has a value that is not known.
     """
     options = parser._option_string_actions
-    kept: list[str] = []
+    kept: list[tuple[argparse.Action | None, list[str]]] = []
     for group in _groups(words):
         name = group[0].partition("=")[0]
         action = options.get(name)
@@ -134,7 +150,7 @@ def _known(words: list[str], parser: argparse.ArgumentParser, silent: list[str])
         if not found:
             for word in group:
                 _small(word)
-            kept += group
+            kept.append((action, group))
     return kept
 
 

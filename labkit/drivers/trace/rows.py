@@ -12,8 +12,8 @@ from labkit.ledger import Lifetime, Moment, Row
 from labkit.workload import Workload
 from labkit.workload.model import LayerKind
 
-BATCHES = "batches"
-"""The function that makes a batch (`labkit.drivers.step`)."""
+BATCHES = ("get_batch", "get_batch_on_this_tp_rank")
+"""The functions that make a batch (`labkit.drivers.step`, `megatron.core.utils`)."""
 RECEIVED, RECEIVED_GRADIENT = "create_tensor_recv_prev", "create_tensor_recv_next"
 """What receives from the neighbouring pipeline stages (`p2p_communication`)."""
 
@@ -121,7 +121,7 @@ def _layer(path: str) -> int | None:
     return int(parts[2]) if parts[:2] == ["decoder", "layers"] and len(parts) > 2 else None
 
 
-_KIND_OF_BUILDING = {"model": "parameters", "gradient_buffers": "gradients", "optimizer": "optimizer"}
+_KIND_OF_BUILDING = {"initialize": "library", "model": "parameters", "gradient_buffers": "gradients", "optimizer": "optimizer"}
 """What the stretches of setup make that has no name of its own (`labkit.drivers.trace.session`)."""
 
 
@@ -135,7 +135,7 @@ def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     if allocation.maker.module == OUTSIDE:
         if allocation.maker.producer in (RECEIVED, RECEIVED_GRADIENT):
             return "pipeline"
-        return "input" if allocation.maker.producer == BATCHES else "head"
+        return "input" if allocation.maker.producer in BATCHES else "head"
     first, *below = allocation.maker.module.split(".")
     layer = _layer(allocation.maker.module)
     if layer is not None and len(below) > 2:

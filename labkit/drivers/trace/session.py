@@ -83,15 +83,14 @@ def trace_here(
 @contextmanager
 def _process_group(workload: Workload, rank: int) -> Iterator[None]:
     """A world of which only `rank` exists: collectives return at once."""
-    from labkit.drivers.build import parallel_groups
-
     world_size = workload.parallelism.world_size
     # Megatron asks the environment for the ranks of a node, and writes its choice of attention kernel there.
     environment = dict(os.environ)
     os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    if workload.launch is not None:
+        os.environ.update(workload.launch.variables)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel_groups(workload)
         yield
     finally:
         from megatron.core import parallel_state
@@ -118,6 +117,7 @@ def _manual_garbage_collection() -> Iterator[None]:
 def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: PhaseCallback) -> dict[int, Name]:
     """Build and step; returns what is known of allocations by name."""
     from labkit.drivers import build
+    from labkit.drivers.arguments import megatron_arguments
     from labkit.drivers.step import TrainingStep
     from labkit.drivers.trace.state_names import optimizer_tensors
 
@@ -129,14 +129,18 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
             module, _, attribute = path.rpartition(".")
             names[allocation.serial] = Name(kind, module, attribute)
 
+    # As many micro-batches as show all that a step holds.
+    arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
     phase(0, "setup")
+    with tracker.origin.inside("initialize"):
+        build.initialize_megatron(arguments)
     with tracker.origin.inside("model"):
-        chunks = build.build_model(workload)
+        chunks = build.build_model(workload, arguments)
     paths = {tensor: path for chunk in chunks for tensor, path in tensor_paths(chunk.module)}
     for tensor, path in paths.items():
         name(tensor, "parameters", path)
     with tracker.origin.inside("gradient_buffers"):
-        wrapped = build.wrap(workload, chunks)
+        wrapped = build.wrap(arguments, chunks)
     for number, buffers in enumerate(wrapped):
         for group in ("buffers", "expert_parallel_buffers"):
             for index, buffer in enumerate(getattr(buffers, group)):
@@ -145,9 +149,9 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
                     name(buffer.param_data, "parameters", f"{path}.param_data")
                 name(buffer.grad_data, "gradients", f"{path}.grad_data")
     with tracker.origin.inside("optimizer"):
-        optimizer = build.build_optimizer(workload, wrapped)
+        optimizer = build.build_optimizer(arguments, wrapped)
     with tracker.origin.watching(*(chunk.module for chunk in chunks)):
-        step = TrainingStep(workload, wrapped, optimizer, phase, num_microbatches=workload.distinct_microbatches)
+        step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
         for _ in range(iterations):
             gc.collect()
             step.run()

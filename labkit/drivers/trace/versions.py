@@ -11,6 +11,7 @@ _SOURCES = (
     "ledger.py",
     "workload/behaviour.py",
     "workload/gpu.py",
+    "drivers/arguments.py",
     "drivers/build.py",
     "drivers/step.py",
     "drivers/trace/*.py",

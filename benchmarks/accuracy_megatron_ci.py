@@ -1,0 +1,172 @@
+"""Trace Megatron-LM's functional-test jobs without a GPU and compare with what NVIDIA's machines measured.
+
+`python benchmarks/accuracy_megatron_ci.py --cases FILE.jsonl [--limit N] [--only TEXT] [--group NAME] [--json]` prints
+for each job the traced and the measured peak of its last rank, the signed error, and the same for the first step and
+for what is alive between steps, or why it did not run; then a summary by family, GPU and date. Nothing is fitted.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.megatron_ci import Job, Row, read_rows, relative, traced
+from labkit.drivers.trace.server import TraceServer
+from labkit.errors import InputError
+from labkit.importers.megatron import MegatronReader
+
+FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "hybrid": "moe, mixtral, hybrid"}
+"""Families that are judged together."""
+
+
+def run(rows: Sequence[Row], workers: int, console: Console) -> list[Job]:
+    """Every job, in the order of `rows`, `workers` at a time; progress shows where someone watches."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext()
+    found: dict[int, Job] = {}
+    with (
+        MegatronReader() as reader,
+        TraceServer() as server,
+        ThreadPoolExecutor(workers) as pool,
+        progress as bar,
+    ):
+        task = None if bar is None else bar.add_task("tracing", total=len(rows))
+        waiting = {pool.submit(traced, row, reader, server): number for number, row in enumerate(rows)}
+        for future in as_completed(waiting):
+            found[waiting[future]] = future.result()
+            if bar is not None and task is not None:
+                bar.advance(task)
+    return [found[number] for number in range(len(rows))]
+
+
+def summary(jobs: Sequence[Job]) -> list[dict[str, object]]:
+    """How many jobs of each kind ran, and how large their errors are."""
+    return [
+        _statistics(name, group, [job for job in jobs if job.group == group and choose(job)])
+        for group in ("current", "older", "resumed")
+        for name, choose in _kinds(jobs)
+        if any(job.group == group and choose(job) for job in jobs)
+    ]
+
+
+def _kinds(jobs: Iterable[Job]) -> list[tuple[str, Callable[[Job], bool]]]:
+    families = sorted({FAMILIES.get(job.family, job.family) for job in jobs})
+    kinds: list[tuple[str, Callable[[Job], bool]]] = []
+    for family in families:
+        kinds.append((family, lambda job, family=family: FAMILIES.get(job.family, job.family) == family))  # type: ignore[misc]
+        for gpu in sorted({job.gpu for job in jobs if FAMILIES.get(job.family, job.family) == family}):
+            kinds.append(  # noqa: PERF401
+                (
+                    f"{family} on {gpu}",
+                    lambda job, family=family, gpu=gpu: (  # type: ignore[misc]
+                        FAMILIES.get(job.family, job.family) == family and job.gpu == gpu
+                    ),
+                )
+            )
+    return kinds
+
+
+def _statistics(name: str, group: str, jobs: Sequence[Job]) -> dict[str, object]:
+    facts: dict[str, object] = {"jobs": name, "group": group, "number": len(jobs)}
+    facts["traced"] = sum(job.status == "traced" for job in jobs)
+    errors = {
+        "peak": [job.error for job in jobs],
+        "first_step": [relative(job.traced_first_step_bytes, job.measured_first_step_bytes) for job in jobs],
+        "between_steps": [relative(job.traced_between_steps_bytes, job.measured_between_steps_bytes) for job in jobs],
+    }
+    for what, signed in errors.items():
+        known = [error for error in signed if error is not None]
+        sizes = sorted(map(abs, known))
+        facts[f"{what}_median_absolute_error"] = statistics.median(sizes) if sizes else None
+        facts[f"{what}_p90_absolute_error"] = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))] if sizes else None
+        facts[f"{what}_median_error"] = statistics.median(known) if known else None
+    return facts
+
+
+def _percent(error: object) -> str:
+    return f"{error:+.2%}" if isinstance(error, float) else "-"
+
+
+def show(jobs: Sequence[Job], console: Console) -> None:
+    """Jobs, then the summary, for people."""
+    table = Table(title="Last rank, traced against measured", title_justify="left")
+    for heading in ("job", "date", "measured MiB", "traced MiB", "peak", "step 1", "between", "s"):
+        table.add_column(heading, justify="left" if heading in ("job", "date") else "right")
+    for job in jobs:
+        if job.traced_bytes is None:
+            table.add_row(Text(job.case), job.date, f"{job.measured_bytes / 2**20:,.0f}", Text(job.status))
+            continue
+        table.add_row(
+            Text(job.case),
+            job.date,
+            f"{job.measured_bytes / 2**20:,.0f}",
+            f"{job.traced_bytes / 2**20:,.0f}",
+            _percent(job.error),
+            _percent(relative(job.traced_first_step_bytes, job.measured_first_step_bytes)),
+            _percent(relative(job.traced_between_steps_bytes, job.measured_between_steps_bytes)),
+            f"{job.seconds:.0f}",
+        )
+    console.print(table)
+    for job in jobs:
+        if job.reason is not None:
+            console.print(Text(f"{job.status}: {job.case}: {job.reason}"))
+    table = Table(title="Absolute errors of the peak, and of what is alive between steps", title_justify="left")
+    for heading in ("jobs", "goldens", "traced", "median", "90 %", "bias", "step 1", "between"):
+        table.add_column(heading, justify="left" if heading in ("jobs", "goldens") else "right")
+    for facts in summary(jobs):
+        table.add_row(
+            str(facts["jobs"]),
+            str(facts["group"]),
+            f"{facts['traced']} of {facts['number']}",
+            _percent(facts["peak_median_absolute_error"]),
+            _percent(facts["peak_p90_absolute_error"]),
+            _percent(facts["peak_median_error"]),
+            _percent(facts["first_step_median_absolute_error"]),
+            _percent(facts["between_steps_median_absolute_error"]),
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description="Trace Megatron-LM's functional-test jobs and compare.")
+    parser.add_argument("--cases", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--limit", type=int, help="only the first so many")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds the text")
+    parser.add_argument("--group", action="append", default=[], choices=["current", "older", "resumed"])
+    parser.add_argument("--workers", type=int, default=2, help="traces at once (2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options = parser.parse_args()
+    began = time.monotonic()
+    try:
+        rows = [
+            row
+            for row in read_rows(options.cases)
+            if (not options.only or any(text in row.case for text in options.only))
+            and (not options.group or row.group in options.group)
+        ][: options.limit]
+    except InputError as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error("no job has that name")
+    jobs = run(rows, max(1, options.workers), Console(stderr=True))
+    if options.json:
+        print(json.dumps({"jobs": [asdict(job) for job in jobs], "summary": {"groups": summary(jobs)}}, indent=2))
+    else:
+        show(jobs, Console(width=None if sys.stdout.isatty() else 160))
+        print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

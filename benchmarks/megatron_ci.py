@@ -1,0 +1,156 @@
+"""NVIDIA's functional-test jobs of Megatron-LM: a file's rows, checked, and each traced and compared.
+
+A row has the job's launch arguments (`megatron_args`), its variables (`env_vars`), `gpu`, `n_gpus` (8 where it is
+null), and what its last rank logged: `peak_allocated_bytes`, `peak_first_step_bytes`, `allocated_bytes`.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from labkit.drivers.trace.driver import Trace
+from labkit.drivers.trace.server import TraceServer
+from labkit.errors import InputError, LabkitError
+from labkit.importers.megatron import Imported, MegatronReader, import_text
+
+DEFAULT_GPUS = 8
+CURRENT = "2026-07"
+"""Golden values of this month and later come from a Megatron close to 0.19."""
+
+
+class Row(BaseModel):
+    """One job, as far as it is read here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    case: str
+    family: str
+    gpu: str
+    golden_date: str
+    environment: str
+    n_gpus: PositiveInt | None = None
+    peak_allocated_bytes: PositiveInt
+    peak_first_step_bytes: PositiveInt | None = None
+    allocated_bytes: PositiveInt | None = None
+    text: str
+    """The row itself: what the importer reads."""
+
+    @property
+    def group(self) -> str:
+        """current, older, or resumed: a run that began with a checkpoint, which is not traced."""
+        if self.environment.endswith("_2nd"):
+            return "resumed"
+        return "current" if self.golden_date >= CURRENT else "older"
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The jobs of a JSON-lines file.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no job.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield Row.model_validate({**json.loads(line), "text": line})
+        except (ValueError, TypeError, ValidationError) as error:
+            what = error.errors()[0] if isinstance(error, ValidationError) else error
+            raise InputError(f"{path}, line {number}: no job of Megatron-LM's tests ({what})") from None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job and what became of it; bytes are of PyTorch's allocator."""
+
+    case: str
+    family: str
+    gpu: str
+    date: str
+    group: str
+    status: Literal["traced", "unsupported", "failed"]
+    measured_bytes: int
+    traced_bytes: int | None = None
+    measured_first_step_bytes: int | None = None
+    traced_first_step_bytes: int | None = None
+    measured_between_steps_bytes: int | None = None
+    traced_between_steps_bytes: int | None = None
+    seconds: float | None = None
+    reason: str | None = None
+    """Why it was not traced."""
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Relative, above zero where the trace is higher."""
+        return relative(self.traced_bytes, self.measured_bytes)
+
+
+def relative(traced: int | None, measured: int | None) -> float | None:
+    """A traced figure against a measured one."""
+    return None if traced is None or not measured else traced / measured - 1
+
+
+def imported(row: Row, reader: MegatronReader) -> Imported:
+    """The job as a workload.
+
+    Raises:
+        InputError: it is none that labkit has.
+    """
+    return import_text(
+        row.text, reader, source="the job", name="job", world_size=row.n_gpus or DEFAULT_GPUS, gpu=None
+    )
+
+
+def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:
+    """The job's last rank, traced."""
+    began = time.monotonic()
+    try:
+        found = imported(row, reader)
+    except LabkitError as error:
+        return _job(row, "unsupported", reason=str(error))
+    if found.not_expressed:
+        return _job(row, "unsupported", reason="; ".join(found.not_expressed))
+    try:
+        trace = server.run(found.workload, rank=found.workload.parallelism.world_size - 1)
+    except LabkitError as error:
+        return _job(row, "failed", reason=str(error))
+    return _compared(row, trace, time.monotonic() - began, found)
+
+
+def _compared(row: Row, trace: Trace, seconds: float, found: Imported) -> Job:
+    (rank,) = trace.measurement.ranks
+    first = max(phase.peak_allocated_bytes for phase in rank.phases if phase.iteration <= 1)
+    return _job(
+        row,
+        "traced",
+        traced_bytes=max(phase.peak_allocated_bytes for phase in rank.phases),
+        traced_first_step_bytes=first,
+        traced_between_steps_bytes=rank.between_steps_bytes,
+        seconds=round(seconds, 2),
+        assumed=tuple(found.assumed),
+    )
+
+
+def _job(row: Row, status: Literal["traced", "unsupported", "failed"], **fields: object) -> Job:
+    return Job(
+        case=row.case,
+        family=row.family,
+        gpu=row.gpu,
+        date=row.golden_date,
+        group=row.group,
+        status=status,
+        measured_bytes=row.peak_allocated_bytes,
+        measured_first_step_bytes=row.peak_first_step_bytes,
+        measured_between_steps_bytes=row.allocated_bytes,
+        **fields,  # type: ignore[arg-type]
+    )

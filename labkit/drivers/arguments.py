@@ -1,0 +1,210 @@
+"""A workload as Megatron-LM's arguments: what `pretrain_gpt.py` would parse and validate for it.
+
+The inverse of `labkit.importers.fields`. Source: `megatron.training.arguments`, Megatron Core 0.19.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import parse_args, validate_args
+
+from labkit.errors import InputError
+from labkit.workload import Model, Workload
+
+_BEYOND = frozenset(
+    "attention_backend bf16 cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
+    "moe_router_dtype moe_router_load_balancing_type optimizer position_embedding_type rope_type".split()
+)
+"""Arguments that have a field, but more values than the field: with such a value, what `launch` says holds."""
+
+
+def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse.Namespace:
+    """The validated arguments of the rank that the environment names (`RANK`, `WORLD_SIZE`).
+
+    `num_microbatches` a step, which may be fewer than the workload's where memory alone counts.
+
+    Raises:
+        InputError: an option of `launch` does not exist, or a field of the workload expresses it.
+        AssertionError, ValueError: Megatron's validator refuses the workload.
+    """
+    namespace, launched = _parsed([] if workload.launch is None else workload.launch.words)
+    for name, value in arguments_of(workload, num_microbatches=num_microbatches).items():
+        if name not in launched:
+            setattr(namespace, name, value)
+        elif name not in _BEYOND:
+            raise InputError(f"launch.arguments: {launched[name]} is what a field of the workload says; change it there")
+    if namespace.fp16:
+        namespace.bf16 = False
+    validate_args(namespace)
+    return namespace
+
+
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """What Megatron-LM's parser makes of words, and the option of each argument (`dest`) among them."""
+    launched: dict[str, str] = {}
+
+    def look(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        options = parser._option_string_actions
+        names = [word.partition("=")[0] for word in words]
+        launched.update((options[name].dest, name) for name in names if name in options)
+        return parser
+
+    # `parse_args` reads `sys.argv`, and leaves the process where it refuses.
+    argv, error = sys.argv, argparse.ArgumentParser.error
+    sys.argv = ["megatron", *words]
+    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign,assignment]
+    try:
+        return parse_args(look), launched
+    finally:
+        sys.argv = argv
+        argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> None:
+    raise InputError(f"launch.arguments: {message[:300]}")
+
+
+def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]:
+    """What the fields of a workload say, by name of the argument (`dest`)."""
+    model, batch, training = workload.model, workload.batch, workload.training
+    data_parallel, optimizer = training.data_parallel, training.optimizer
+    return {
+        **_model(model),
+        **_mixture_of_experts(workload),
+        **_parallelism(workload),
+        "seq_length": batch.seq_length,
+        "max_position_embeddings": batch.seq_length,
+        "micro_batch_size": batch.micro_batch_size,
+        "global_batch_size": batch.micro_batch_size * workload.parallelism.dp * num_microbatches,
+        "create_attention_mask_in_dataloader": batch.create_attention_mask_in_dataloader,
+        **_recompute(workload),
+        **_kernels(workload),
+        "bf16": True,
+        "use_distributed_optimizer": data_parallel.use_distributed_optimizer,
+        "accumulate_allreduce_grads_in_fp32": data_parallel.grad_reduce_in_fp32,
+        "grad_reduce_in_bf16": not data_parallel.grad_reduce_in_fp32,
+        "overlap_grad_reduce": data_parallel.overlap_grad_reduce,
+        "overlap_param_gather": data_parallel.overlap_param_gather,
+        "ddp_average_in_collective": data_parallel.average_in_collective,
+        **optimizer.model_dump(exclude={"fp8_recipe"}),
+        **({} if optimizer.fp8_recipe is None else {"fp8_recipe": optimizer.fp8_recipe}),
+        "use_gloo_process_groups": False,
+        "train_iters": 10,
+        "lr": 1e-4,
+    }
+
+
+def _model(model: Model) -> dict[str, Any]:
+    fields = model.model_dump(
+        include={
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "qk_layernorm",
+            "normalization",
+            "add_bias_linear",
+            "hidden_dropout",
+            "attention_dropout",
+            "untie_embeddings_and_output_weights",
+            "position_embedding_type",
+            "rotary_base",
+            "rotary_percent",
+            "mtp_num_layers",
+            "hybrid_layer_pattern",
+            "kv_channels",
+            "add_qkv_bias",
+            "attention_output_gate",
+        }
+    )
+    fields |= {
+        "swiglu": model.gated_linear_unit,  # whatever its function: see `build.transformer_config`
+        "squared_relu": model.activation_func == "squared_relu",
+        "group_query_attention": model.num_query_groups is not None,
+        "num_query_groups": model.num_query_groups or 1,
+        "multi_latent_attention": model.multi_latent_attention is not None,
+    }
+    if model.multi_latent_attention is not None:
+        fields |= {"rope_type": "rope", **model.multi_latent_attention.model_dump()}
+    if model.gated_delta_net is not None:
+        fields |= _linear_attention(model)
+    if model.mamba is not None:
+        fields |= model.mamba.model_dump()
+    return fields
+
+
+def _linear_attention(model: Model) -> dict[str, Any]:
+    assert model.gated_delta_net is not None
+    fields = model.gated_delta_net.model_dump()
+    # The variant wants a frequency even where a hybrid pattern names the layers.
+    frequency = model.gated_delta_net.linear_attention_freq or 1
+    fields["linear_attention_freq"] = frequency if isinstance(frequency, int) else list(frequency)
+    return {"experimental_attention_variant": "gated_delta_net", **fields}
+
+
+def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
+    moe, kernels = workload.model.mixture_of_experts, workload.training.kernels
+    if moe is None:
+        return {}
+    fields = moe.model_dump()
+    fields["num_experts"] = fields.pop("num_moe_experts")
+    if not isinstance(moe.moe_layer_freq, int):
+        fields["moe_layer_freq"] = list(moe.moe_layer_freq)
+    shared = moe.moe_shared_expert_intermediate_size is not None
+    return {
+        **fields,
+        "moe_grouped_gemm": kernels.moe_grouped_gemm,
+        "moe_token_dispatcher_type": kernels.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": kernels.moe_flex_dispatcher_backend,
+        "moe_permute_fusion": kernels.moe_permute_fusion,
+        "moe_router_fusion": kernels.moe_router_fusion,
+        "moe_shared_expert_overlap": kernels.moe_shared_expert_overlap and shared,
+    }
+
+
+def _parallelism(workload: Workload) -> dict[str, Any]:
+    layout = workload.parallelism
+    # A hybrid pattern says itself how many virtual stages there are.
+    chunks = None if workload.model.hybrid_layer_pattern else layout.virtual_pipeline_model_parallel_size
+    return {
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "cp_comm_type": [layout.cp_comm_type],
+        "num_virtual_stages_per_pipeline_rank": chunks,
+        "microbatch_group_size_per_vp_stage": layout.microbatch_group_size_per_vp_stage,
+        "decoder_first_pipeline_num_layers": layout.num_layers_in_first_pipeline_stage,
+        "decoder_last_pipeline_num_layers": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+    }
+
+
+def _recompute(workload: Workload) -> dict[str, Any]:
+    fields = workload.recompute.model_dump()
+    modules = fields["recompute_modules"]
+    # None stays None: Megatron's own default is then in force.
+    return {**fields, "recompute_modules": None if modules is None else list(modules)}
+
+
+def _kernels(workload: Workload) -> dict[str, Any]:
+    kernels = workload.training.kernels
+    return {
+        "attention_backend": AttnBackend[kernels.attention_backend],
+        "bias_gelu_fusion": kernels.bias_activation_fusion,
+        "bias_swiglu_fusion": kernels.bias_activation_fusion,
+        "use_fused_weighted_squared_relu": kernels.use_fused_weighted_squared_relu,
+        "bias_dropout_fusion": kernels.bias_dropout_fusion,
+        "apply_rope_fusion": kernels.apply_rope_fusion,
+        "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
+        # Megatron-LM 0.19 refuses Transformer Engine's, which Megatron Core has: see `build.transformer_config`.
+        "cross_entropy_loss_fusion": kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl != "te",
+        "cross_entropy_fusion_impl": kernels.cross_entropy_fusion_impl,
+    }

@@ -1,0 +1,57 @@
+"""What a launch says that no other field of a workload does."""
+
+import re
+import shlex
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from labkit.workload.base import Many, Part
+
+READ_FROM_ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA_DEVICE|CUDA_GRAPHS|CUBLAS|MAMBA|PYTORCH_(CUDA_)?ALLOC)_\w+")
+"""Variables that Megatron's validator, Megatron Core, Transformer Engine or PyTorch read, and that load nothing."""
+_OPTION = re.compile(r"--[A-Za-z0-9]+([-_][A-Za-z0-9]+)*")
+
+
+def _option(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"a quote is not closed in {text[:80]!r}") from error
+    if not words or not _OPTION.fullmatch(words[0].partition("=")[0]):
+        raise ValueError("should be an option and its values, such as '--fp8-format hybrid'")
+    if any(word.startswith("--") for word in words[1:]):
+        raise ValueError(f"should be one option with its values, not several: {text[:80]!r}")
+    return text
+
+
+def _variable(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    if not equals:
+        raise ValueError("should be NAME=value")
+    if not READ_FROM_ENVIRONMENT.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no variable that Megatron, Transformer Engine or PyTorch reads for this")
+    return text
+
+
+_Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=4000)]
+
+
+class Launch(Part):
+    """Arguments of Megatron-LM and variables beyond the fields: traced as they are, not priced by an estimate."""
+
+    arguments: Many[Annotated[_Text, AfterValidator(_option)]] = Field(default=(), max_length=500)
+    """Each an option of Megatron-LM with its values: `--log-params-norm`, `--fp8-format hybrid`."""
+    environment: Many[Annotated[_Text, AfterValidator(_variable)]] = Field(default=(), max_length=100)
+    """Each `NAME=value`."""
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments as a command line has them."""
+        return [word for option in self.arguments for word in shlex.split(option)]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment as a mapping."""
+        pairs = (text.partition("=") for text in self.environment)
+        return {name: value for name, _, value in pairs}
