@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -61,20 +62,17 @@ def summary(jobs: Sequence[Job]) -> list[dict[str, object]]:
 
 
 def _kinds(jobs: Iterable[Job]) -> list[tuple[str, Callable[[Job], bool]]]:
-    families = sorted({FAMILIES.get(job.family, job.family) for job in jobs})
-    kinds: list[tuple[str, Callable[[Job], bool]]] = []
-    for family in families:
-        kinds.append((family, lambda job, family=family: FAMILIES.get(job.family, job.family) == family))  # type: ignore[misc]
-        for gpu in sorted({job.gpu for job in jobs if FAMILIES.get(job.family, job.family) == family}):
-            kinds.append(  # noqa: PERF401
-                (
-                    f"{family} on {gpu}",
-                    lambda job, family=family, gpu=gpu: (  # type: ignore[misc]
-                        FAMILIES.get(job.family, job.family) == family and job.gpu == gpu
-                    ),
-                )
-            )
-    return kinds
+    """Families that are judged together, and each on its GPUs."""
+    pairs = sorted({(_together(job), gpu) for job in jobs for gpu in ("", job.gpu)})
+    return [(f"{family} on {gpu}" if gpu else family, partial(_is_one, family, gpu)) for family, gpu in pairs]
+
+
+def _together(job: Job) -> str:
+    return FAMILIES.get(job.family, job.family)
+
+
+def _is_one(family: str, gpu: str, job: Job) -> bool:
+    return _together(job) == family and gpu in ("", job.gpu)
 
 
 def _statistics(name: str, group: str, jobs: Sequence[Job]) -> dict[str, object]:

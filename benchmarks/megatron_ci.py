@@ -5,11 +5,12 @@ null), and what its last rank logged: `peak_allocated_bytes`, `peak_first_step_b
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
@@ -37,8 +38,16 @@ class Row(BaseModel):
     peak_allocated_bytes: PositiveInt
     peak_first_step_bytes: PositiveInt | None = None
     allocated_bytes: PositiveInt | None = None
+    megatron_args: dict[str, Any]
     text: str
     """The row itself: what the importer reads."""
+
+    @property
+    def world_size(self) -> int | None:
+        """The job's GPUs; None where a machine's eight are too few for its layout: then as many as that needs."""
+        sizes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+        needed = math.prod(_size(self.megatron_args.get(name)) for name in sizes)
+        return self.n_gpus or (DEFAULT_GPUS if DEFAULT_GPUS % needed == 0 else None)
 
     @property
     def group(self) -> str:
@@ -46,6 +55,10 @@ class Row(BaseModel):
         if self.environment.endswith("_2nd"):
             return "resumed"
         return "current" if self.golden_date >= CURRENT else "older"
+
+
+def _size(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 1
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -106,9 +119,7 @@ def imported(row: Row, reader: MegatronReader) -> Imported:
     Raises:
         InputError: it is none that labkit has.
     """
-    return import_text(
-        row.text, reader, source="the job", name="job", world_size=row.n_gpus or DEFAULT_GPUS, gpu=None
-    )
+    return import_text(row.text, reader, source="the job", name="job", world_size=row.world_size)
 
 
 def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:

@@ -34,7 +34,9 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         if name not in launched:
             setattr(namespace, name, value)
         elif name not in _BEYOND:
-            raise InputError(f"launch.arguments: {launched[name]} is what a field of the workload says; change it there")
+            raise InputError(
+                f"launch.arguments: {launched[name]} is what a field of the workload says; change it there"
+            )
     if namespace.fp16:
         namespace.bf16 = False
     validate_args(namespace)
@@ -62,7 +64,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         argparse.ArgumentParser.error = error  # type: ignore[method-assign]
 
 
-def _refuse(parser: argparse.ArgumentParser, message: str) -> None:
+def _refuse(_parser: argparse.ArgumentParser, message: str) -> None:
     raise InputError(f"launch.arguments: {message[:300]}")
 
 
@@ -122,8 +124,9 @@ def _model(model: Model) -> dict[str, Any]:
         }
     )
     fields |= {
-        "swiglu": model.gated_linear_unit,  # whatever its function: see `build.transformer_config`
-        "squared_relu": model.activation_func == "squared_relu",
+        # For every other pair of function and gate see `build.transformer_config`.
+        "swiglu": model.gated_linear_unit,
+        "squared_relu": model.activation_func == "squared_relu" and not model.gated_linear_unit,
         "group_query_attention": model.num_query_groups is not None,
         "num_query_groups": model.num_query_groups or 1,
         "multi_latent_attention": model.multi_latent_attention is not None,

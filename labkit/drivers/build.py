@@ -6,10 +6,13 @@ whose functions these call, Megatron Core 0.19.
 """
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import activations
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +22,7 @@ from megatron.training.argument_utils import (
     gpt_config_from_args,
     hybrid_config_from_args,
 )
+from megatron.training.models import gpt
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 
 from labkit.workload import Workload
@@ -59,10 +63,28 @@ def build_model(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
     hybrid = workload.model.hybrid_layer_pattern is not None
     described = (hybrid_config_from_args if hybrid else gpt_config_from_args)(arguments, config)
     builder = described.get_builder_cls()(described)
-    chunks: list[Any] = builder.build_distributed_models(
-        ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
-    )
+    with _predicting_after_any_layer():
+        chunks: list[Any] = builder.build_distributed_models(
+            ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
+        )
     return chunks
+
+
+@contextmanager
+def _predicting_after_any_layer() -> Iterator[None]:
+    """Megatron-LM's builder refuses to predict several tokens after layers that only Megatron Core puts together."""
+    original = gpt.mtp_block_spec
+
+    def mtp_block_spec(config: Any, layers: Any, vp_stage: int | None = None) -> Any:
+        if config.transformer.experimental_attention_variant is None or config.transformer.mtp_num_layers is None:
+            return original(config, layers, vp_stage=vp_stage)
+        return get_gpt_mtp_block_spec(config.transformer, layers, use_transformer_engine=True, vp_stage=vp_stage)
+
+    gpt.mtp_block_spec = mtp_block_spec
+    try:
+        yield
+    finally:
+        gpt.mtp_block_spec = original
 
 
 def wrap(arguments: argparse.Namespace, chunks: list[Any]) -> list[Any]:

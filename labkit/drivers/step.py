@@ -206,9 +206,7 @@ def _forward(host: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch
     return losses, partial(_mean_loss, batch["loss_mask"])
 
 
-def _mean_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _mean_loss(loss_mask: Any, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of the losses that count, how many count, both for the report)."""
     arguments = global_vars.get_args()
     mask = loss_mask.view(-1).float()

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from labkit.errors import InputError
 from labkit.importers.silent import decides_no_memory
+from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
 
 _GPT2_VOCABULARY = 50257
+_LLAMA2_VOCABULARY = 32000
 _DEFAULT_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 _GPUS = {"h100": "h100-80gb", "h200": "h200-141gb"}
 
@@ -62,7 +64,8 @@ _SAME = {
     "account_for_loss_in_pipeline_split",
     "kernels": "attention_backend bias_activation_fusion use_fused_weighted_squared_relu bias_dropout_fusion "
     "apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl",
-    "expert_kernels": "moe_grouped_gemm moe_token_dispatcher_type moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
+    "expert_kernels": "moe_grouped_gemm moe_token_dispatcher_type moe_permute_fusion moe_router_fusion "
+    "moe_shared_expert_overlap",
     "recompute": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
     "optimizer": "optimizer use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype "
     "exp_avg_sq_dtype",
@@ -131,6 +134,12 @@ _ENVIRONMENT = {
 
 _SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
+
+
+def known_gpu(stated: str) -> str | None:
+    """The GPU of that name, or of that kind, if there is one."""
+    gpu = _GPUS.get(stated.lower(), stated)
+    return gpu if gpu in GPUS else None
 
 
 def fields(read: Arguments, *, name: str, gpu: str, environment: Mapping[str, str]) -> Fields:
@@ -228,6 +237,9 @@ class _Mapping:
             size = _GPT2_VOCABULARY
             if tokenizer is None:
                 self.assumed.append("no vocabulary is given: that of GPT2BPETokenizer, 50257 tokens")
+        if size is None and tokenizer == "Llama2Tokenizer":
+            size = _LLAMA2_VOCABULARY
+            self.assumed.append("no vocabulary is given: that of Llama 2, 32000 tokens")
         if size is None:
             raise InputError(f"--tokenizer-type {tokenizer}: its vocabulary is not known here; add --vocab-size")
         return {"vocab_size": size, "make_vocab_size_divisible_by": divisor if values["pad_vocab_size"] else 1}
@@ -354,12 +366,10 @@ class _Mapping:
         return optimizer
 
     def _gpu(self, stated: str) -> str:
-        gpu = _GPUS.get(stated.lower(), stated)
-        if gpu in _GPUS.values():
-            return gpu
-        if gpu:
+        gpu = known_gpu(stated)
+        if stated and gpu is None:
             self.lost.append(f"gpu {stated}: taken as h100-80gb")
-        return "h100-80gb"
+        return gpu or "h100-80gb"
 
     def _precision(self) -> None:
         if self.values["fp16"]:

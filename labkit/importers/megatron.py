@@ -15,7 +15,7 @@ from labkit.console import printable
 from labkit.drivers.trace.process import own_module
 from labkit.errors import InputError, WorkError, nearest
 from labkit.files import read_regular
-from labkit.importers.fields import Arguments, Fields, fields
+from labkit.importers.fields import Arguments, Fields, fields, known_gpu
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
@@ -72,8 +72,8 @@ class MegatronReader:
         self._process.kill()
         self._process.communicate()
 
-    def ask(self, launch: Launch) -> Arguments:
-        """What Megatron makes of a launch.
+    def ask(self, launch: Launch, gpu: str) -> Arguments:
+        """What Megatron makes of a launch on one of labkit's GPUs.
 
         Raises:
             InputError: Megatron refuses it.
@@ -83,10 +83,12 @@ class MegatronReader:
             "arguments": list(launch.arguments),
             "environment": dict(launch.environment),
             "world_size": launch.world_size,
+            "gpu": gpu,
             "silent": SILENT,
         }
         sent, read = self._process.stdin, self._process.stdout
-        assert sent is not None and read is not None
+        assert sent is not None
+        assert read is not None
         watchdog = threading.Timer(_LONGEST_SECONDS, self._process.kill)
         watchdog.start()
         try:
@@ -134,7 +136,9 @@ def import_text(
     if world_size is not None:
         launch = launch._replace(world_size=world_size)
     try:
-        found = fields(reader.ask(launch), name=name, gpu=gpu or launch.gpu, environment=launch.environment)
+        stated = gpu or launch.gpu
+        read = reader.ask(launch, known_gpu(stated) or next(iter(GPUS)))
+        found = fields(read, name=name, gpu=stated, environment=launch.environment)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     assumed = [*_world_note(launch, found.mapping), *found.assumed]

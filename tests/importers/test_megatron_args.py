@@ -84,8 +84,6 @@ UNLIKE = {
 """Fields that differ and decide nothing, besides those whose argument is named in `silent.py`."""
 
 OTHER_NAMES = {
-    "fp8": "__fp8_format",
-    "overlap_p2p_comm_warmup_flush": "__overlap_p2p_communication_warmup_flush",
     "moe_router_score_function": "__moe_router_load_balancing_type sinkhorn",  # which takes sigmoids of top-1 scores
 }
 """Fields whose argument, where it is not expressed, is called something else."""
@@ -128,7 +126,7 @@ def test_every_name_is_one_of_megatrons(found: dict[str, Found]) -> None:
 def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str, Found], name: str) -> None:
     one = found[name]
     assert "error" not in one, one["error"]
-    said = " ".join(one["not_expressed"]).replace("-", "_") + " ".join(one["assumed"]).replace("-", "_")
+    said = " ".join((*one["not_expressed"], *one["assumed"])).replace("-", "_")
     differing = {
         field: values
         for field, values in one["differing"].items()
@@ -137,12 +135,14 @@ def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str,
     experts = one["workload"]["model"]["mixture_of_experts"]
     if experts is None or one["workload"]["training"]["kernels"]["moe_token_dispatcher_type"] != "flex":
         differing.pop("moe_flex_dispatcher_backend", None)  # of a dispatcher that is not used
+    said += " ".join(one["not_priced"]).replace("-", "_")
     assert {field for field in differing if OTHER_NAMES.get(field, "-") not in said} == set()
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_everything_is_expressed(found: dict[str, Found], name: str) -> None:
-    assert found[name]["not_expressed"] == []
+    assert (found[name]["not_priced"], found[name]["not_expressed"]) == ([], [])
+    assert found[name]["workload"]["launch"] is None
 
 
 def test_megatrons_defaults_hold(found: dict[str, Found]) -> None:
@@ -170,17 +170,25 @@ def test_vocabulary_positions_and_layout_of_a_job(found: dict[str, Found]) -> No
     assert workload.training.kernels.cross_entropy_fusion_impl == "native"
 
 
-def test_what_is_not_expressed_is_named_once_and_plainly(found: dict[str, Found]) -> None:
+def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[str, Found]) -> None:
     (name,) = (name for name in JOBS if "multi_dist_optimizer_instances" in name)
-    assert found[name]["not_expressed"] == [
+    assert found[name]["not_expressed"] == []
+    assert found[name]["not_priced"] == [
         "--moe-router-load-balancing-type sinkhorn: taken as none",
-        "--moe-grouped-gemm not given: experts one after the other; taken as one grouped GEMM",
-        "--no-create-attention-mask-in-dataloader not given: the batch's attention mask, 4194304 bytes; "
-        "taken as left out",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: deterministic attention kernels have other workspaces",
         "--deterministic-mode: deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
         "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
     ]
+    assert found[name]["workload"]["launch"] == {
+        "arguments": [
+            "--moe-router-load-balancing-type sinkhorn",
+            "--deterministic-mode",
+            "--num-distributed-optimizer-instances 2",
+        ],
+        "environment": ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"],
+    }
+    assert found[name]["workload"]["batch"]["create_attention_mask_in_dataloader"]
+    assert not found[name]["workload"]["training"]["kernels"]["moe_grouped_gemm"]
 
 
 def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:
@@ -221,7 +229,7 @@ def test_command_writes_a_workload_whole(tmp_path: Path) -> None:
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False
     )
-    lost = "not expressed: --fp8-format hybrid: FP8 copies of weights and activations; taken as bf16 throughout"
+    lost = "not priced: --fp8-format hybrid: FP8 copies of weights and activations; taken as bf16 throughout"
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", f"labkit: {lost}\n")
     assert output.read_text().startswith(f"# {lost}\n")
     workload = Workload.load(output)

@@ -2,8 +2,9 @@
 
 A process of its own (`python -m labkit.drivers.trace.megatron_args`), because Megatron reads `sys.argv` and the
 environment, and its import needs the stand-in for the GPU. It reads a JSON object from each line of standard input,
-`{"arguments", "environment", "world_size", "silent"}`, and answers with one a line on standard output: what `read`
-returns as plain data, or `{"error": "one sentence"}`. Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
+`{"arguments", "environment", "world_size", "gpu", "silent"}`, and answers with one a line on standard output: what
+`read` returns as plain data, or `{"error": "one sentence"}`.
+Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
 """
 
 import argparse
@@ -49,7 +50,10 @@ def main() -> None:
         for line in sys.stdin:
             os.environ.clear()
             os.environ.update(environment)
-            json.dump(_answer(json.loads(line)), stream)
+            request = json.loads(line)
+            with fake_cuda(GPUS[request["gpu"]]):
+                answer = _answer(request)
+            json.dump(answer, stream)
             stream.write("\n")
             stream.flush()
 

@@ -121,8 +121,14 @@ def _layer(path: str) -> int | None:
     return int(parts[2]) if parts[:2] == ["decoder", "layers"] and len(parts) > 2 else None
 
 
-_KIND_OF_BUILDING = {"initialize": "library", "model": "parameters", "gradient_buffers": "gradients", "optimizer": "optimizer"}
-"""What the stretches of setup make that has no name of its own (`labkit.drivers.trace.session`)."""
+_KIND_OF_BUILDING = {
+    "initialize": "moe",
+    "model": "parameters",
+    "gradient_buffers": "gradients",
+    "optimizer": "optimizer",
+}
+"""What the stretches of setup make that has no name of its own (`labkit.drivers.trace.session`): initialising, the
+scale of the router's loss."""
 
 
 def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:

@@ -93,9 +93,9 @@ def _process_group(workload: Workload, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        from megatron.core import parallel_state
+        from megatron.training.training import destroy_global_state
 
-        parallel_state.destroy_model_parallel()
+        destroy_global_state()
         dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)
