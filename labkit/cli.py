@@ -231,7 +231,7 @@ def import_megatron_args(
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the launcher's")
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="h100-80gb or h200-141gb.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")] = None,
 ) -> None:
     """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""
     from labkit.files import write_atomically

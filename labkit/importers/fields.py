@@ -16,7 +16,13 @@ from labkit.workload.launch import READ_FROM_ENVIRONMENT
 _GPT2_VOCABULARY = 50257
 _LLAMA2_VOCABULARY = 32000
 _DEFAULT_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
-_GPUS = {"h100": "h100-80gb", "h200": "h200-141gb"}
+_GPUS = {
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "a100": "a100-80gb",
+    "b200": "b200-180gb",
+    "gb200": "gb200-186gb",
+}
 
 
 class Fields(NamedTuple):
@@ -125,14 +131,13 @@ _ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("1", "deterministic attention kernels have other workspaces"),
     "NVTE_FLASH_ATTN": ("1", "flash-attention is switched off"),
     "NVTE_CUTEDSL_FUSED_GROUPED_MLP": ("0", "another kernel for the experts' MLP"),
-    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", "another size of cuBLAS workspaces"),
 }
-"""Variables that change what is allocated, the value that is labkit's, and what another one means.
+"""Variables that change what is allocated, the value that is labkit's, and what another one means."""
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+"""A field of its own."""
 
-`:4096:8` is 32 MiB, what PyTorch takes on sm90 by itself (`CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
 
-
-_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES)
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
 
 
@@ -168,6 +173,7 @@ class _Mapping:
             "recompute": self._recompute(),
             "training": {
                 "gpu": self._gpu(gpu),
+                "cublas_workspace_config": environment.get(_WORKSPACES) or None,
                 "kernels": self._kernels(environment),
                 "data_parallel": self._data_parallel(),
                 "optimizer": self._optimizer(),

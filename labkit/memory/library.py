@@ -1,15 +1,15 @@
 """Workspaces that libraries allocate from PyTorch's allocator at first use and keep for the process.
 
-Transformer Engine takes 32 MiB + 1 KiB for its GEMMs, the moment a `Linear` has its weight or else at the first GEMM,
-and four of them for grouped GEMMs (`transformer_engine/pytorch/module/linear.py`, `cpp_extensions/gemm.py`, compute
-capability 9 and up); PyTorch takes 32 MiB for each cuBLAS handle, one in the forward thread and one in autograd's
-(`aten/src/ATen/cuda/CublasHandlePool.cpp`, compute capability 9).
+Transformer Engine takes one for its GEMMs, the moment a `Linear` has its weight or else at the first GEMM, and four
+for grouped GEMMs (`transformer_engine/pytorch/module/linear.py`, `cpp_extensions/gemm.py`); PyTorch takes one for each
+cuBLAS handle, one in the forward thread and one in autograd's (`aten/src/ATen/cuda/CublasHandlePool.cpp`). Their sizes
+depend on the GPU (`labkit.workload.gpu`).
 """
 
 from functools import cache
 
 from labkit.memory.tape import Library, Parameter, Value
-from labkit.workload.gpu import MIB
+from labkit.workload.training import WorkspaceBytes
 
 _TE_GROUPED_STREAMS = 4
 
@@ -18,31 +18,28 @@ def _workspace(name: str, nbytes: int) -> Value:
     return Value(name, (nbytes,), "uint8", "", None, "library", nbytes, differentiable=False, certainty="exact")
 
 
-_TE_GEMM = [("te_gemm", _workspace("Transformer Engine GEMM workspace", 32 * MIB + 1024))]
-_TE_GROUPED = [
-    (f"te_grouped_gemm {stream}", _workspace("Transformer Engine grouped GEMM workspace", 32 * MIB + 1024))
-    for stream in range(_TE_GROUPED_STREAMS)
-]
-
-
 _LINEARS = frozenset(("linear_proj", "out_proj", "linear_fc2"))
 """Modules that are a `Linear`: each layer's first has one of these names, experts' grouped linears apart."""
 
 
-def built_with(parameter: Parameter) -> list[tuple[str, Value]]:
+def built_with(parameter: Parameter, sizes: WorkspaceBytes) -> list[tuple[str, Value]]:
     """What the module of a parameter takes as soon as it is built: (key within the process, workspace)."""
     module, _, name = parameter.name.rpartition(".")
     linear = name == "weight" and module.rpartition(".")[2] in _LINEARS
-    return _TE_GEMM if linear and not parameter.expert and ".experts." not in module else []
+    built = linear and not parameter.expert and ".experts." not in module
+    return workspaces("te_gemm", sizes, backward=False) if built else []
 
 
 @cache
-def workspaces(library: Library, *, backward: bool) -> list[tuple[str, Value]]:
+def workspaces(library: Library, sizes: WorkspaceBytes, *, backward: bool) -> list[tuple[str, Value]]:
     """What an operation of `library` needs in a forward or a backward pass: (key within the process, workspace)."""
     if library == "te_gemm":
-        return _TE_GEMM
+        return [("te_gemm", _workspace("Transformer Engine GEMM workspace", sizes.gemm))]
     if library == "te_grouped_gemm":
-        return _TE_GROUPED
+        return [
+            (f"te_grouped_gemm {stream}", _workspace("Transformer Engine grouped GEMM workspace", sizes.gemm))
+            for stream in range(_TE_GROUPED_STREAMS)
+        ]
     thread = "autograd thread" if backward else "forward thread"
     place = thread if library == "aten_matmul" else f"{thread}, side stream"
-    return [(f"cublas {place}", _workspace(f"cuBLAS workspace ({place})", 32 * MIB))]
+    return [(f"cublas {place}", _workspace(f"cuBLAS workspace ({place})", sizes.cublas))]

@@ -31,6 +31,7 @@ from labkit.memory.script import (
     once_key,
 )
 from labkit.memory.tape import GRADIENTS, NOTHING, Free, Op, Tape, Value
+from labkit.workload.training import WorkspaceBytes
 
 
 class _Storage:
@@ -51,6 +52,7 @@ def play(
     tape: Tape,
     found: list[Region],
     *,
+    workspaces: WorkspaceBytes,
     fused_weight_gradients: bool,
     gradient_held: bool = False,
     gradient_viewed: bool = False,
@@ -62,13 +64,14 @@ def play(
     Args:
         tape: the unit's operations.
         found: its recompute regions, outer before inner.
+        workspaces: sizes of the libraries' workspaces.
         fused_weight_gradients: weight gradients are added straight into the gradient buffer.
         gradient_held: the unit behind holds the gradient it hands over (`Script.gradient_in_held`).
         gradient_viewed: that gradient is a view, no other is added into it (`Script.gradient_in_viewed`).
         input_held: the unit before holds what it hands over (`Script.output_held`).
         differentiates: False under `torch.no_grad`: nothing is saved, and the backward pass is empty.
     """
-    player = _Player(tape, found, fused_weight_gradients=fused_weight_gradients)
+    player = _Player(tape, found, workspaces, fused_weight_gradients=fused_weight_gradients)
     player.forward(keep=differentiates, input_held=input_held)
     if differentiates:
         player.backward(gradient_held=gradient_held, gradient_viewed=gradient_viewed)
@@ -76,8 +79,9 @@ def play(
 
 
 class _Player:
-    def __init__(self, tape: Tape, found: list[Region], *, fused_weight_gradients: bool) -> None:
+    def __init__(self, tape: Tape, found: list[Region], sizes: WorkspaceBytes, *, fused_weight_gradients: bool) -> None:
         self.script = Script([])
+        self._workspaces = sizes
         self._steps = self.script.forward
         self._tape = tape
         self._fused_weight_gradients = fused_weight_gradients
@@ -513,7 +517,7 @@ class _Player:
         if op.once is not None:
             self._open_once(op.once.name, op.once, op.once.name)
         if op.library is not None:
-            for key, workspace in workspaces(op.library, backward=backward):
+            for key, workspace in workspaces(op.library, self._workspaces, backward=backward):
                 self._open_once(key, workspace, workspace.name)
 
     def _open_once(self, key: str, value: Value, name: str, made_of: tuple[int, ...] = ()) -> None:

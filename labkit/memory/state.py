@@ -132,6 +132,7 @@ class State:
             if training.steps_optimizer
         ]
         self._megatron = training.runtime == "megatron"
+        self._workspace_bytes = training.workspaces
         self.workspaces: set[str] = set()
         """Keys of the library workspaces taken while the model was built (`labkit.memory.library`)."""
         self._gathers = training.data_parallel.use_distributed_optimizer
@@ -152,7 +153,7 @@ class State:
                 book.each(self._parameters(np.arange(built, number)), [builds])
                 converted.append(number)
                 built = number + 1
-            elif found := built_with(parameter):
+            elif found := built_with(parameter, self._workspace_bytes):
                 # Later ones find it there.
                 book.each(self._parameters(np.arange(built, number + 1)), [builds])
                 built = number + 1

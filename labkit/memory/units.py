@@ -155,6 +155,7 @@ class Recorder:
         training = workload.training
         self._fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
         self._differentiates = training.differentiates
+        self._workspaces = training.workspaces
         self._plays: dict[int, _Plays] = {}
 
     def chunks(self, recompute: Recompute, stage: int) -> list[Chunk]:
@@ -273,13 +274,14 @@ class Recorder:
             self._plays[id(tape)] = _plays(_Form(tape.form, tape))
         plays = self._plays[id(tape)]
         chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
-        key = chosen, self._fused, gradient, input_held, self._differentiates
+        key = chosen, self._workspaces, self._fused, gradient, input_held, self._differentiates
         if key not in plays.scripts:
             possible = plays.regions
             found = [whole(tape)] if checkpointed else [region for region in possible if region.label in chosen]
             script = play(
                 tape,
                 found,
+                workspaces=self._workspaces,
                 fused_weight_gradients=self._fused,
                 gradient_held=gradient[0],
                 gradient_viewed=gradient[1],
@@ -305,9 +307,7 @@ class _Plays:
         self.regions = regions(tape)
         """All that labels could make of them."""
         self.labels = frozenset(region.label for region in self.regions)
-        self.scripts: dict[
-            tuple[frozenset[str], bool, tuple[bool, bool], bool, bool], tuple[Script, tuple[Region, ...]]
-        ] = {}
+        self.scripts: dict[Hashable, tuple[Script, tuple[Region, ...]]] = {}
 
 
 @lru_cache(maxsize=512)
@@ -341,15 +341,22 @@ def loss_chunk(workload: Workload) -> Chunk | None:
     """What the caller does with the model's outputs, where the model does not end in its own loss (`lora` runtime)."""
     if workload.training.runtime == "megatron":
         return None
-    rest = workload.model, workload.parallelism, workload.batch, workload.training.precision, workload.training.lora
+    training = workload.training
+    rest = workload.model, workload.parallelism, workload.batch, training.precision, training.lora, training.workspaces
     return _loss_chunk(_Recorded(rest, workload))
 
 
 @lru_cache(maxsize=8)
 def _loss_chunk(key: _Recorded) -> Chunk:
     workload = key.workload
-    tape = record_loss(workload, Sizes.of(workload))
-    script = play(tape, [], fused_weight_gradients=False, differentiates=workload.training.differentiates)
+    training, tape = workload.training, record_loss(workload, Sizes.of(workload))
+    script = play(
+        tape,
+        [],
+        workspaces=training.workspaces,
+        fused_weight_gradients=False,
+        differentiates=training.differentiates,
+    )
     return Chunk([Run((Unit(script, tape, (), 0),), 1, 0)])
 
 

@@ -1,5 +1,6 @@
-"""The GPUs labkit knows: what decides memory is their capacity and their compute capability."""
+"""The GPUs labkit knows: what decides memory is their capacity, their compute capability and their multiprocessors."""
 
+import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -22,8 +23,31 @@ class Gpu(NamedTuple):
     nvlink_bytes_per_second: float
     """One direction."""
 
+    @property
+    def gemm_workspace_bytes(self) -> int:
+        """Transformer Engine's workspace of one GEMM (`cpp_extensions/gemm.py`, `get_cublas_workspace_size_bytes`)."""
+        return 32 * MIB + 1024 if self.compute_capability >= (9, 0) else 4 * MIB
+
+    def cublas_workspace_bytes(self, config: str | None) -> int:
+        """PyTorch's workspace of one cuBLAS handle and stream, where `CUBLAS_WORKSPACE_CONFIG` is `config`.
+
+        `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`: the sum over `:KIB:COUNT`; unset, two
+        blocks of 4 MiB and eight of 16 KiB, and 32 MiB from Hopper on (compute capability 9 to 12 in torch 2.14).
+        """
+        if config is not None:
+            return sum(int(kib) * int(count) for kib, count in _WORKSPACES.findall(config)) * 1024
+        return 32 * MIB if self.compute_capability >= (9, 0) else 8 * MIB + 128 * 1024
+
+
+_WORKSPACES = re.compile(r":(\d+):(\d+)")
+
 
 GPUS: dict[str, Gpu] = {
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", int(79.10 * GIB), (9, 0), 132, 227 * 1024, 989e12, 3.35e12, 450e9),
     "h200-141gb": Gpu("NVIDIA H200", int(139.81 * GIB), (9, 0), 132, 227 * 1024, 989e12, 4.8e12, 450e9),
+    "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", int(39.39 * GIB), (8, 0), 108, 163 * 1024, 312e12, 1.555e12, 300e9),
+    "a100-80gb": Gpu("NVIDIA A100-SXM4-80GB", int(79.15 * GIB), (8, 0), 108, 163 * 1024, 312e12, 2.039e12, 300e9),
+    "b200-180gb": Gpu("NVIDIA B200", int(178.35 * GIB), (10, 0), 148, 227 * 1024, 2.25e15, 8.0e12, 900e9),
+    "gb200-186gb": Gpu("NVIDIA GB200", int(184.31 * GIB), (10, 0), 152, 227 * 1024, 2.5e15, 8.0e12, 900e9),
 }
+"""By name. The first is the default."""

@@ -1,10 +1,11 @@
 """How the step is carried out: precision, kernels, data parallelism, optimizer, hardware, software."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from labkit.workload.base import Part
+from labkit.workload.gpu import GPUS
 from labkit.workload.runtime import Lora, Runtime
 
 FloatName = Literal["fp32", "bf16"]
@@ -74,6 +75,15 @@ class Software(Part):
     transformer_engine: str = Field(default="2.20.2", max_length=40)
 
 
+class WorkspaceBytes(NamedTuple):
+    """Sizes of the workspaces that libraries keep."""
+
+    gemm: int
+    """Transformer Engine's, of one GEMM."""
+    cublas: int
+    """PyTorch's, of one cuBLAS handle and stream."""
+
+
 class Training(Part):
     """The training setup."""
 
@@ -81,11 +91,19 @@ class Training(Part):
     kernels: Kernels = Kernels()
     data_parallel: DataParallel = DataParallel()
     optimizer: Optimizer = Optimizer()
-    gpu: Literal["h100-80gb", "h200-141gb"] = "h100-80gb"
+    gpu: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "b200-180gb", "gb200-186gb"] = "h100-80gb"
+    cublas_workspace_config: str | None = Field(default=None, pattern=r"^(:[0-9]{1,6}:[0-9]{1,3})+$", max_length=100)
+    """The environment's `CUBLAS_WORKSPACE_CONFIG`, `:KIB:COUNT` once or several times; None: unset."""
     software: Software = Software()
     runtime: Runtime = "megatron"
     lora: Lora | None = None
     """For the `lora` runtime, which needs it."""
+
+    @property
+    def workspaces(self) -> WorkspaceBytes:
+        """Of the libraries on this GPU."""
+        gpu = GPUS[self.gpu]
+        return WorkspaceBytes(gpu.gemm_workspace_bytes, gpu.cublas_workspace_bytes(self.cublas_workspace_config))
 
     @property
     def steps_optimizer(self) -> bool:

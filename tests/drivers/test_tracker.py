@@ -5,10 +5,9 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from labkit.drivers.trace.cublas import CublasWorkspaces, workspace_bytes
+from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.origin import OUTSIDE, Maker, Origin
 from labkit.drivers.trace.tracker import StorageTracker
-from labkit.workload.gpu import GPUS
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -153,7 +152,7 @@ def test_side_streams_are_known_in_forward_and_backward() -> None:
 
 
 def test_cublas_workspaces_appear_with_the_first_product_of_each_thread() -> None:
-    workspaces = CublasWorkspaces(GPUS["h100-80gb"])
+    workspaces = CublasWorkspaces(32 * 2**20)
     tracker = StorageTracker(Origin(), before=lambda operator: workspaces.before_operator(tracker, operator))
     with tracker:
         weight = zeros(64, 64).requires_grad_()
@@ -164,8 +163,6 @@ def test_cublas_workspaces_appear_with_the_first_product_of_each_thread() -> Non
         ("forward thread", 32 * 2**20, None),
         ("autograd thread", 32 * 2**20, None),
     ]
-    ampere = GPUS["h100-80gb"]._replace(compute_capability=(8, 0))
-    assert workspace_bytes(ampere) == 8 * 2**20 + 128 * 2**10
 
 
 def test_operators_can_be_answered_instead_of_run() -> None:

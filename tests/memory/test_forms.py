@@ -20,6 +20,7 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
             own = play(
                 unit.tape,
                 list(unit.regions),
+                workspaces=training.workspaces,
                 fused_weight_gradients=fused,
                 gradient_held=unit.script.gradient_out_held,
                 gradient_viewed=unit.script.gradient_out_viewed,

@@ -2,9 +2,8 @@
 
 `aten/src/ATen/cuda/CublasHandlePool.cpp`: each pair of cuBLAS handle and stream gets one workspace, kept for the
 life of the process, the first time it is used for a product; a handle belongs to a thread. Training has two: the
-thread that runs forward and autograd's device thread. The size is 32 MiB on sm90 and later, 8.125 MiB before, or
-what `CUBLAS_WORKSPACE_CONFIG` says (the trace takes it as unset). Transformer Engine's own workspaces are Python
-tensors and seen without help.
+thread that runs forward and autograd's device thread. The size is `Gpu.cublas_workspace_bytes`. Transformer Engine's
+own workspaces are Python tensors and seen without help.
 """
 
 from typing import Any
@@ -13,23 +12,17 @@ import torch
 
 from labkit.drivers.trace.origin import Maker
 from labkit.drivers.trace.tracker import StorageTracker
-from labkit.workload.gpu import MIB, Gpu
 
 PRODUCER = "CublasHandlePool"
 
 _PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"))
 
 
-def workspace_bytes(gpu: Gpu) -> int:
-    """Size of one workspace (`parseChosenWorkspaceSize`)."""
-    return 32 * MIB if gpu.compute_capability >= (9, 0) else 8 * MIB + 128 * 1024
-
-
 class CublasWorkspaces:
     """Books the workspace of each thread and stream at its first product; give `before_operator` to the tracker."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.bytes = workspace_bytes(gpu)
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = nbytes
         self._seen: set[tuple[str, int]] = set()
 
     def before_operator(self, tracker: StorageTracker, operator: Any) -> None:

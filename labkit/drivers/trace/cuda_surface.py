@@ -1,4 +1,4 @@
-"""The face of `torch.cuda` on a machine without a GPU: one H100 or H200 that runs nothing.
+"""The face of `torch.cuda` on a machine without a GPU: one GPU that runs nothing.
 
 Device tensors are meta tensors (autograd's engine would need a CUDA driver for real or fake "cuda" ones), host
 tensors are real. So every request for a tensor on CUDA is answered with a meta tensor, which says that it lies on

@@ -48,7 +48,7 @@ def trace_here(
         raise WorkError("this process has traced before and holds its caches; use TraceServer, which forks for each")
     started = time.monotonic()
     gpu = GPUS[workload.training.gpu]
-    workspaces, dispatchers = CublasWorkspaces(gpu), Dispatchers(workload)
+    workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
     tracker = StorageTracker(
         Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
         before=lambda operator: workspaces.before_operator(tracker, operator),

@@ -1,7 +1,9 @@
 """One context manager for everything a trace replaces: `fake_cuda`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import _lru_cache_wrapper
 
 from labkit.drivers.trace import (
     cuda_operators,
@@ -36,7 +38,20 @@ def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from triton_surface.replacements(gpu)
     yield from light_imports.flash_linear_attention()
     te_shapes.import_transformer_engine()
+    _forget_device()
     yield from mamba_shapes.replacements()
     yield from flash_shapes.replacements(gpu)
     yield from megatron_patches.replacements()
     yield from cuda_operators.replacements()
+
+
+def _forget_device() -> None:
+    """Clear what libraries imported under another GPU have cached of it: its capability, its shared memory.
+
+    Not what flash-linear-attention decided while it was imported, which is how kernels are tuned.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("transformer_engine.", "fla.")):
+            for value in vars(module).values():
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()

@@ -8,10 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.workload import Workload
-from tests.memory.grid import attention, ends, gdn, hybrid, mamba, mlp, moe, moonlight, pipeline, prediction, state
+from tests.memory.grid import (
+    attention,
+    devices,
+    ends,
+    gdn,
+    hybrid,
+    mamba,
+    mlp,
+    moe,
+    moonlight,
+    pipeline,
+    prediction,
+    state,
+)
 
 FAMILIES = {
     "attention": attention,
+    "devices": devices,
     "ends": ends,
     "gdn": gdn,
     "hybrid": hybrid,
