@@ -417,12 +417,19 @@ class _Player:
         if not op.inputs and op.persists:
             flowing = [self._leaf_gradient(op, index, storage) for storage in flowing]
         late, self._late = self._late, None
-        for storage in () if op.norms_first else flowing:
-            self._release(storage)
-        if op.norms_first and flowing:
-            self._late = op, self._left, flowing
         if late is not None:
-            self._end_backward(*late)
+            linear, left, gradients_out = late
+            if linear.reduces_gradient:
+                # Its variable takes the norm's gradient: a reduced one is free before the function returns.
+                for storage in flowing:
+                    self._release(storage)
+                flowing = []
+            self._end_backward(linear, left, [*flowing, *gradients_out])
+        elif op.norms_first and flowing:
+            self._late = op, self._left, flowing
+        else:
+            for storage in flowing:
+                self._release(storage)
         for storage in saved:
             self._release(storage)
         # The engine adds up gradients when the node has let go of what it had (`Engine::evaluate_function`).

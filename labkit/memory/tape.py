@@ -136,6 +136,11 @@ class Op:
     keeps_gradient: bool
     """The caller keeps the gradient it hands to the backward pass until that returns."""
 
+    @property
+    def reduces_gradient(self) -> bool:
+        """Its backward makes the first input's gradient out of a temporary of all tokens."""
+        return GRADIENTS in self.backward_temporaries
+
 
 class Parameter(NamedTuple):
     """A weight of this rank."""

@@ -123,6 +123,22 @@ def test_micro_batches_do_not_add_up() -> None:
     assert more.peak_allocated_bytes == pytest.approx(one.peak_allocated_bytes, rel=0.01)
 
 
+def test_a_norm_linear_keeps_its_whole_input_gradient_until_it_returns() -> None:
+    """`layernorm_linear.py`: `gemm_out` is a variable of its own, what is reduce-scattered of it gives way at once."""
+    for sequence_parallel in (False, True):
+        case = {
+            "model__mixture_of_experts": None,
+            "model__ffn_hidden_size": 640,
+            "parallelism__expert_model_parallel_size": 1,
+        }
+        rows = estimate(small(**case, parallelism__sequence_parallel=sequence_parallel)).ledger.rows
+        linear = [row for row in rows if row.module == "decoder.layers.1.mlp.linear_fc1" and row.phase == "backward"]
+        dummy = next(row for row in linear if row.tensor == "dummy weight gradient")
+        gradient = next(row for row in linear if row.tensor == "norm_output gradient" and row.born < dummy.born)
+        assert gradient.dies is not None
+        assert (gradient.dies < dummy.born) == sequence_parallel
+
+
 def test_rows_that_depend_on_routing_say_so(control: Estimate) -> None:
     by_certainty: dict[str, int] = {}
     for row in control.ledger.retained().rows:
