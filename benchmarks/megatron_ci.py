@@ -44,10 +44,12 @@ class Row(BaseModel):
 
     @property
     def world_size(self) -> int | None:
-        """The job's GPUs; None where a machine's eight are too few for its layout: then as many as that needs."""
+        """The job's GPUs; None where a machine's eight do not fit its layout and batch: then as many as those need."""
         sizes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
         needed = math.prod(_size(self.megatron_args.get(name)) for name in sizes)
-        return self.n_gpus or (DEFAULT_GPUS if DEFAULT_GPUS % needed == 0 else None)
+        batch, micro_batch = (_size(self.megatron_args.get(f"{name}-batch-size")) for name in ("global", "micro"))
+        fits = DEFAULT_GPUS % needed == 0 and batch % (micro_batch * (DEFAULT_GPUS // needed)) == 0
+        return self.n_gpus or (DEFAULT_GPUS if fits else None)
 
     @property
     def group(self) -> str:
@@ -146,7 +148,7 @@ def _compared(row: Row, trace: Trace, seconds: float, found: Imported) -> Job:
         "traced",
         traced_bytes=max(phase.peak_allocated_bytes for phase in rank.phases),
         traced_first_step_bytes=first,
-        traced_between_steps_bytes=rank.between_steps_bytes,
+        traced_between_steps_bytes=sum(row.block_bytes for row in trace.ledger.between_steps().rows),
         seconds=round(seconds, 2),
         assumed=tuple(found.assumed),
     )

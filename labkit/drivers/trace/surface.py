@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from functools import _lru_cache_wrapper
 
 from labkit.drivers.trace import (
+    apex_shapes,
     cuda_operators,
     cuda_surface,
     flash_shapes,
@@ -34,6 +35,7 @@ def fake_cuda(gpu: Gpu) -> AbstractContextManager[list[Replacement]]:
 
 def _replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield from light_imports.replacements()
+    yield from apex_shapes.replacements()
     yield from cuda_surface.replacements(gpu)
     yield from triton_surface.replacements(gpu)
     yield from light_imports.flash_linear_attention()
