@@ -18,6 +18,7 @@ from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_pat
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace
+from labkit.drivers.trace.host_values import HostValues
 from labkit.drivers.trace.origin import Origin, tensor_paths
 from labkit.drivers.trace.patches import installed
 from labkit.drivers.trace.rows import Name, rows
@@ -49,6 +50,7 @@ def trace_here(
     started = time.monotonic()
     gpu = GPUS[workload.training.gpu]
     workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
+    host_values = HostValues()
     tracker = StorageTracker(
         Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
         before=lambda operator: workspaces.before_operator(tracker, operator),
@@ -56,8 +58,11 @@ def trace_here(
             torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
             torch.ops.aten.add.Tensor: gradients.adder(),
             **dispatchers.operators,
+            **host_values.operators,
         },
     )
+
+    host_values.tracker = tracker
 
     def phase(iteration: int, name: str) -> None:
         on_phase(iteration, name)

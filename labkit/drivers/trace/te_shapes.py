@@ -219,14 +219,31 @@ def fused_attn_bwd(
     return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)] + [None, None]
 
 
-def swiglu(input: Tensor, quantizer: Any) -> Tensor:
-    """silu(first half) x second half (`activation.cpp`)."""
+def gated(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+    """activation(first half) x second half (`activation.cpp`)."""
     return torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
 
 
-def dswiglu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
-    """Gradient of `swiglu` (`activation.cpp`)."""
+def pointwise(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+    """activation(input) (`activation.cpp`)."""
     return torch.empty_like(input)
+
+
+def activation_gradient(grad: Tensor, input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+    """Gradient of an activation's input (`activation.cpp`)."""
+    return torch.empty_like(input)
+
+
+def scaled_gated(input: Tensor, scales: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+    """`gated`, each row times its scale (`activation.cpp`)."""
+    return gated(input, quantizer)
+
+
+def scaled_gated_gradient(
+    grad: Tensor, input: Tensor, scales: Tensor, quantizer: Any, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the input, and of the scales where the last argument asks for them (`activation.cpp`)."""
+    return torch.empty_like(input), torch.empty_like(scales) if rest[-1] else None
 
 
 def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -293,8 +310,12 @@ _FUNCTIONS: dict[str, Any] = {
     "layernorm_bwd": layernorm_bwd,
     "fused_attn_fwd": fused_attn_fwd,
     "fused_attn_bwd": fused_attn_bwd,
-    "swiglu": swiglu,
-    "dswiglu": dswiglu,
+    **{name: gated for name in ("swiglu", "geglu", "qgeglu", "reglu", "sreglu", "clamped_swiglu")},
+    **{name: pointwise for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
+    **{f"d{name}": activation_gradient for name in ("swiglu", "geglu", "qgeglu", "reglu", "sreglu", "clamped_swiglu")},
+    **{f"d{name}": activation_gradient for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
+    **{f"scaled_{name}": scaled_gated for name in ("swiglu", "situglu")},
+    **{f"scaled_d{name}": scaled_gated_gradient for name in ("swiglu", "situglu")},
     "fused_rope_forward": fused_rope_forward,
     "fused_rope_backward": fused_rope_forward,
     "multi_tensor_l2norm": multi_tensor_l2norm,

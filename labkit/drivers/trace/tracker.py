@@ -121,7 +121,8 @@ class StorageTracker(TorchDispatchMode):
         allocation.dies = len(self.events)
         self.events.append((-allocation.serial, 0))
 
-    def _see(self, tensor: torch.Tensor, function: Any) -> None:
+    def seen(self, tensor: torch.Tensor, function: Any) -> None:
+        """Book the storage of a tensor that `function` has made, unless it is booked."""
         storage = tensor.untyped_storage()
         entry = self._living.get(storage._cdata)
         if entry is not None and entry[0]() is storage:
@@ -184,13 +185,13 @@ class StorageTracker(TorchDispatchMode):
         result = self.instead.get(function, function)(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             if result.is_meta:
-                self._see(result, function)
+                self.seen(result, function)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 # operators over lists of tensors may return lists in a tuple
                 for tensor in item if isinstance(item, list) else (item,):
                     if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                        self._see(tensor, function)
+                        self.seen(tensor, function)
         return result
 
     def __enter__(self) -> Self:

@@ -1,0 +1,52 @@
+"""Small tensors of numbers that the host has put on the device, and asks back: counts of rows, splits, lengths.
+
+A trace's tensors have no data. What comes from the host is remembered by the allocation that holds it, through copies
+on the device, and given back where a program reads it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from labkit.drivers.trace.tracker import StorageTracker
+
+_MOST = 2**14
+"""Elements worth remembering."""
+_COPY = torch.ops.aten._to_copy.default
+
+
+class HostValues:
+    """Give `operators` to the tracker."""
+
+    def __init__(self) -> None:
+        self.tracker: StorageTracker | None = None
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def operators(self) -> Mapping[Any, Callable[..., Any]]:
+        """Operators that this answers."""
+        return {_COPY: self._to_copy}
+
+    def _to_copy(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.numel() > _MOST:
+            copied: torch.Tensor = _COPY(tensor, **options)
+            return copied
+        value = self._known(tensor) if tensor.is_meta else tensor
+        device = options.get("device")
+        if tensor.is_meta and device is not None and torch.device(device).type == "cpu" and value is not None:
+            return value.to(dtype=options.get("dtype"), copy=True)
+        copied = _COPY(tensor, **options)
+        if copied.is_meta and value is not None and self.tracker is not None:
+            self.tracker.seen(copied, _COPY)
+            held = self.tracker.allocation_of(copied)
+            if held is not None:
+                self._values[held.serial] = value.to(dtype=copied.dtype, copy=True)
+        return copied
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        held = None if self.tracker is None else self.tracker.allocation_of(tensor)
+        value = None if held is None else self._values.get(held.serial)
+        if value is None or value.numel() != tensor.numel():
+            return None
+        return value.reshape(tensor.shape)
