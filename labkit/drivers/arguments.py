@@ -37,6 +37,8 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
             raise InputError(
                 f"launch.arguments: {launched[name]} is what a field of the workload says; change it there"
             )
+    if namespace.use_megatron_fsdp:
+        namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
     if namespace.fp16:
         namespace.bf16 = False
     validate_args(namespace)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from labkit.errors import InputError
-from labkit.importers.silent import decides_no_memory
+from labkit.importers.silent import decides_no_memory, is_conditional
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
 
@@ -415,6 +415,9 @@ class _Mapping:
             if dest.startswith("_") or dest not in self.options or dest in EXPRESSED or decides_no_memory(dest):
                 continue
             self._lose(dest, _MEANING.get(dest, "labkit has no field for it"), value)
+        if self.launched:
+            conditional = [dest for dest in self.given if is_conditional(dest) and dest in self.written]
+            self.launched.update((dest, shlex.join(self.written[dest])) for dest in conditional)
 
 
 def _as_written(value: Any) -> str:

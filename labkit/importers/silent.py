@@ -6,6 +6,7 @@ field of a workload (`labkit.importers.fields.EXPRESSED`) is reported as not exp
 
 from fnmatch import fnmatchcase
 
+_CONDITIONAL = "read only where another argument asks for it, which is then named"
 _REASONS = {
     "paths, data and tokenizers; the vocabulary's size is a field": """
         data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split
@@ -53,7 +54,7 @@ _REASONS = {
         attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion no_persist_layer_norm
         deprecated_use_mcore_models use_flash_attn rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor rotary_scaling_factor mscale mscale_all_dim""",
-    "read only where another argument asks for it, which is then named": """
+    _CONDITIONAL: """
         inference_* rl_* grpo_* langrl_env_config refit_method max_tokens_to_oom decode_only_cuda_graphs
         moe_pad_experts_for_cuda_graph_inference mamba_inference_* muon_* lion_* dsa_* mup_* fp8_margin fp8_interval
         fp8_amax_* fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe
@@ -72,6 +73,11 @@ _REASONS = {
 }
 
 SILENT = tuple(name for names in _REASONS.values() for name in names.split())
+
+
+def is_conditional(name: str) -> bool:
+    """Whether an argument of this name matters only where another one, which no field expresses, is given."""
+    return any(fnmatchcase(name, pattern) for pattern in _REASONS[_CONDITIONAL].split())
 
 
 def decides_no_memory(name: str) -> bool:

@@ -19,64 +19,53 @@ _PARTIAL_ROWS = 16
 """`part_size` of `cuComputePartGradGammaBeta`: rows of partial fp32 sums of the weight's and bias' gradients."""
 
 
-class _LayerNorm(torch.autograd.Function):
+def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *, memory_efficient: bool) -> Tensor:
     """Saves the input (or, memory-efficient, the output and the bias), the weight, and fp32 statistics of each row."""
-
-    @staticmethod
-    def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, memory_efficient: bool) -> Tensor:
-        x = x.contiguous()
-        output = torch.empty_like(x)
-        rows = x.numel() // weight.numel()
-        mean, inverse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-        if memory_efficient:
-            ctx.save_for_backward(output, weight, None, inverse, bias)
-        else:
-            ctx.save_for_backward(x, weight, mean, inverse, None)
-        return output
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = gradient.contiguous()
-        kept, weight, _, _, _ = ctx.saved_tensors
-        gradients = torch.empty_like(kept), torch.empty_like(weight), torch.empty_like(weight)
-        _partial = [
-            torch.empty(_PARTIAL_ROWS, weight.numel(), dtype=torch.float32, device=kept.device) for _ in range(2)
-        ]
-        return gradients
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    rows = x.numel() // weight.numel()
+    mean, inverse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    if memory_efficient:
+        ctx.save_for_backward(output, weight, None, inverse, bias)
+    else:
+        ctx.save_for_backward(x, weight, mean, inverse, None)
+    return output
 
 
-class FastLayerNormFN(_LayerNorm):
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradient = gradient.contiguous()
+    kept, weight, _, _, _ = ctx.saved_tensors
+    gradients = torch.empty_like(kept), torch.empty_like(weight), torch.empty_like(weight)
+    _partial = [torch.empty(_PARTIAL_ROWS, weight.numel(), dtype=torch.float32, device=kept.device) for _ in range(2)]
+    return gradients
+
+
+class FastLayerNormFN(torch.autograd.Function):
     """The persistent kernel: the output is a view."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
     ) -> Tensor:
-        return _LayerNorm._forward(ctx, x, gamma, beta, memory_efficient).view(x.shape)
+        return _forward(ctx, x, gamma, beta, memory_efficient=memory_efficient).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return (*_LayerNorm._backward(ctx, gradient), None, None)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: D102
+        return (*_backward(ctx, gradient), None, None)
 
 
-class FusedLayerNormAffineFunction(_LayerNorm):
+class FusedLayerNormAffineFunction(torch.autograd.Function):
     """The kernel for any width."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Any,
-        eps: float,
-        memory_efficient: bool = False,
+    def forward(  # noqa: D102
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, shape: Any, eps: float, memory_efficient: bool = False
     ) -> Tensor:
-        return _LayerNorm._forward(ctx, input, weight, bias, memory_efficient)
+        return _forward(ctx, input, weight, bias, memory_efficient=memory_efficient)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        return (*_LayerNorm._backward(ctx, gradient), None, None, None)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: D102
+        return (*_backward(ctx, gradient), None, None, None)
 
 
 def _softmax_forward(scores: Tensor, *mask_and_scale: Any) -> Tensor:

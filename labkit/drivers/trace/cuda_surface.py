@@ -138,6 +138,21 @@ def _reported_device(tensor: torch.Tensor) -> torch.device:
     return CUDA if device.type == "meta" and torch._C._len_torch_dispatch_stack() else device
 
 
+_true_meta: Any = torch._C.TensorBase.is_meta
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of the trace's device, whoever asks."""
+    with torch._C.DisableTorchFunction():
+        meta: bool = _true_meta.__get__(tensor)
+    return meta
+
+
+def _reported_as_meta(tensor: torch.Tensor) -> bool:
+    """`Tensor.is_meta` as the program sees it, which has no such tensors."""
+    return on_device(tensor) and not torch._C._len_torch_dispatch_stack()
+
+
 _TYPE_NAMES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
@@ -149,7 +164,7 @@ _TYPE_NAMES = {
 
 def _tensor_type(original: Any) -> Callable[..., Any]:
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if args or kwargs or not self.is_meta else _TYPE_NAMES[self.dtype]
+        return original(self, *args, **kwargs) if args or kwargs or not on_device(self) else _TYPE_NAMES[self.dtype]
 
     return type_
 
@@ -229,7 +244,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     # Transformer Engine compares addresses to find tensors that share memory: those of meta tensors are all 0.
     yield Replacement(torch.UntypedStorage, "data_ptr", _address, NOTHING)
     yield Replacement(torch.Tensor, "device", property(_reported_device), NOTHING)
-    yield Replacement(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), NOTHING)
+    yield Replacement(torch.Tensor, "is_cuda", property(on_device), NOTHING)
+    yield Replacement(torch.Tensor, "is_meta", property(_reported_as_meta), NOTHING)
     yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
     yield Replacement(torch.Tensor, "record_stream", _always(None), "nothing: it delays the reuse of the block")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.routing import Splits, splits
 from labkit.workload import Workload
@@ -137,7 +138,7 @@ class Dispatchers:
 
     def _to_host(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._tokens_per_expert if self._answers and tensor.is_meta else original(tensor, *args, **kwargs)
+            return self._tokens_per_expert if self._answers and on_device(tensor) else original(tensor, *args, **kwargs)
 
         return cpu
 

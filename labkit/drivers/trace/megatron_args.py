@@ -106,6 +106,8 @@ def read(
     for name in (*_FILES, *_FILES_OF_KITCHEN):
         if hasattr(namespace, name):
             setattr(namespace, name, parser.get_default(name))
+    if namespace.use_megatron_fsdp:
+        namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
     if request["world_size"] is None:
         namespace.world_size = _smallest_world(namespace)
     # It would import a compiler; nothing is computed here.

@@ -26,6 +26,7 @@ def replacements() -> Iterator[Replacement]:
     yield from _gradient_fusion()
     yield from _compiled_gate()
     yield from _collectives()
+    yield from _fully_sharded()
     yield from compiled_gdn.replacements()
 
 
@@ -121,6 +122,17 @@ def _collectives() -> Iterator[Replacement]:
     objects = "a few KiB while the pickled objects travel"
     yield Replacement(dist, "all_gather_object", _all_gather_object, objects)
     yield Replacement(dist, "broadcast_object_list", lambda *args, **kwargs: None, objects)
+
+
+def _fully_sharded() -> Iterator[Replacement]:
+    """Megatron-FSDP asks all ranks whether their shards make up a tensor."""
+    name = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+    buffers = importlib.import_module(name)
+    checked = "a few integers while they are compared"
+    yield Replacement(buffers, "validate_uneven_dtensor", lambda tensor: None, checked)
+    yield Replacement(buffers, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place")
+    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").FullyShardedDataParallel
+    yield Replacement(adapter, "sync_rng_states_across_tp_group", lambda self: None, NOTHING)
 
 
 def shared_expert_gates(origin: Origin) -> Iterator[Replacement]:

@@ -93,6 +93,8 @@ def _process_group(workload: Workload, rank: int) -> Iterator[None]:
     environment = dict(os.environ)
     os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
     if workload.launch is not None:
+        if "--use-megatron-fsdp" in workload.launch.words:
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # Megatron asks for it to be unset
         os.environ.update(workload.launch.variables)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -146,7 +148,8 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         name(tensor, "parameters", path)
     with tracker.origin.inside("gradient_buffers"):
         wrapped = build.wrap(arguments, chunks)
-    for number, buffers in enumerate(wrapped):
+    # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
+    for number, buffers in enumerate([] if arguments.use_megatron_fsdp else wrapped):
         for group in ("buffers", "expert_parallel_buffers"):
             for index, buffer in enumerate(getattr(buffers, group)):
                 path = f"{group}.{index}" if len(wrapped) == 1 else f"model_chunk{number}.{group}.{index}"
@@ -160,7 +163,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         for _ in range(iterations):
             gc.collect()
             step.run()
-    for path, tensor in optimizer_tensors(optimizer, paths):
+    for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):
         name(tensor, "optimizer", path)
     return names
 

@@ -122,7 +122,12 @@ class StorageTracker(TorchDispatchMode):
         self.events.append((-allocation.serial, 0))
 
     def seen(self, tensor: torch.Tensor, function: Any) -> None:
-        """Book the storage of a tensor that `function` has made, unless it is booked."""
+        """Book the storage of a tensor that `function` has made, unless it is booked.
+
+        Tensors made of others (DTensor, Transformer Engine's quantized ones) hold nothing themselves.
+        """
+        if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+            return
         storage = tensor.untyped_storage()
         entry = self._living.get(storage._cdata)
         if entry is not None and entry[0]() is storage:
@@ -213,3 +218,4 @@ class StorageTracker(TorchDispatchMode):
 
 
 _resize = torch.UntypedStorage.resize_
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
