@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 from pydantic import NonNegativeInt
 
 from labkit.ledger import Ledger, Peak, Row
+from labkit.work import PhaseWork, WorkRow, by_phase, total
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB, GPUS
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 CATEGORIES = (
     "parameters",
@@ -165,6 +167,8 @@ class Summary(Part):
     """Every pipeline stage, where there are several and they are estimated."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
+    work: Many[PhaseWork] = ()
+    """What the steady step does, phase by phase, where it was traced."""
     raised: str | None = None
     """The observed peak that the estimate was raised to, and who measured it; None where it was not."""
     peak_range: PeakRange | None = None
@@ -204,14 +208,10 @@ class Summary(Part):
                 f"{phase.peak_tensor_bytes / GIB:.3f}",
             )
         yield phases
+        if self.work:
+            yield self._work_table()
         if self.stages:
-            stages = Table(title="Peak of each stage (tensors, GiB)", title_justify="left")
-            for heading in ("stage", "first rank", "layers", "tensors"):
-                stages.add_column(heading, justify="right")
-            for each in self.stages:
-                peak = f"{each.peak_tensor_bytes / GIB:.3f}"
-                stages.add_row(str(each.stage), str(each.rank), str(each.layers), peak)
-            yield stages
+            yield self._stages_table()
         if self.ranges:
             ranges = Table(title="What the workload does not state (peak, GiB)", title_justify="left")
             for heading in ("field", "peak with each value", "why it is open"):
@@ -221,6 +221,38 @@ class Summary(Part):
             yield ranges
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")
+
+    def _stages_table(self) -> "Table":
+        from rich.table import Table
+
+        stages = Table(title="Peak of each stage (tensors, GiB)", title_justify="left")
+        for heading in ("stage", "first rank", "layers", "tensors"):
+            stages.add_column(heading, justify="right")
+        for each in self.stages:
+            peak = f"{each.peak_tensor_bytes / GIB:.3f}"
+            stages.add_row(str(each.stage), str(each.rank), str(each.layers), peak)
+        return stages
+
+    def _work_table(self) -> "Table":
+        from rich.table import Table
+
+        table = Table(title="Work of the steady step (ms: lower bound at data-sheet speeds)", title_justify="left")
+        table.add_column("phase")
+        for heading in ("launches", "TFLOP", "GB moved", "GB sent", "ms"):
+            table.add_column(heading, justify="right")
+        for part in (*self.work, None):
+            name, work = ("step", total(self.work)) if part is None else (part.phase, part)
+            if part is not None and part.replayed:
+                name = f"replay ({work.checkpoints} checkpoints)"
+            table.add_row(
+                name,
+                str(work.launches),
+                f"{work.flops / 1e12:.3f}",
+                f"{work.hbm_bytes / 1e9:.3f}",
+                f"{work.communicated_bytes / 1e9:.3f}",
+                f"{work.seconds * 1e3:.2f}",
+            )
+        return table
 
     @property
     def verdict(self) -> str:
@@ -322,6 +354,11 @@ class Result:
         """Tensor bytes the steady forward leaves for its backward."""
         return self.summary.retained_bytes
 
+    @property
+    def work(self) -> tuple[WorkRow, ...]:
+        """What the steady step does, module by module; empty where nobody counted."""
+        return ()
+
     def margin_bytes(self, peaks: Sequence[Peak]) -> int:  # noqa: ARG002
         """What is set aside above the largest of the phase peaks: nothing where it was seen."""
         return 0
@@ -362,6 +399,7 @@ class Result:
             gpu_memory_bytes=gpu.total_memory_bytes,
             fits=peak.bytes < gpu.total_memory_bytes,
             warnings=tuple(warnings),
+            work=by_phase(self.work),
             raised=next((row.tensor for row in self.ledger.rows if row.kind == PROFILE), None),
         )
 

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
 GROUND = {"errors", "files", "workload"}
-TABLE = GROUND | {"ledger", "allocator", "comparison", "summary"}
+TABLE = GROUND | {"ledger", "allocator", "comparison", "summary", "work"}
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "ledger": TABLE,
     "allocator": TABLE,
     "summary": TABLE,
+    "work": GROUND,
     "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},
     "drivers": TABLE | {"drivers"},

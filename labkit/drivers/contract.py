@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from labkit.work import WorkRow
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 
@@ -37,6 +38,8 @@ class RankRecord(Part):
     """Allocated when the steady iteration begins."""
     retained_bytes: NonNegativeInt | None = None
     """Tensor bytes the steady forward leaves for its backward."""
+    work: Many[WorkRow] = ()
+    """What the steady step does; empty where only memory was measured."""
 
     @property
     def peak(self) -> PhasePeak:

@@ -14,7 +14,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def gemm(a: torch.Tensor, transa: bool, b: torch.Tensor, transb: bool, out_dtype: object = None) -> torch.Tensor:
     result: torch.Tensor = te_shapes.generic_gemm(
-        a, transa, b, transb, None, None, out_dtype, None, None, False, None, False
+        a, transa, b, transb, None, None, out_dtype, None, None, False, None, False, meta(1), 1, False
     )[0]
     return result
 
@@ -27,7 +27,8 @@ def test_the_three_products_of_a_linear_layer() -> None:
     assert gemm(x, False, gradient, True).shape == (gradient.T @ x).shape
     assert gemm(x, False, gradient, True, te_shapes.DType.kFloat32).dtype == torch.float32
     into = meta(OUT, IN, dtype=torch.float32)
-    assert te_shapes.generic_gemm(x, False, gradient, True, into, None, None, None, None, False, None, True)[0] is into
+    options = (None, None, None, None, False, None, True, meta(1), 1, True)
+    assert te_shapes.generic_gemm(x, False, gradient, True, into, *options)[0] is into
 
 
 def test_rmsnorm_keeps_one_statistic_a_row_in_fp32() -> None:

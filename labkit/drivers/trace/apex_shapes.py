@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from labkit.drivers.trace.patches import Replacement
+from labkit.drivers.trace.work import launched
 
 _PARTIAL_ROWS = 16
 """`part_size` of `cuComputePartGradGammaBeta`: rows of partial fp32 sums of the weight's and bias' gradients."""
@@ -23,6 +24,7 @@ def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *, memory_effici
     """Saves the input (or, memory-efficient, the output and the bias), the weight, and fp32 statistics of each row."""
     x = x.contiguous()
     output = torch.empty_like(x)
+    launched(0, x, output)
     rows = x.numel() // weight.numel()
     mean, inverse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     if memory_efficient:
@@ -36,6 +38,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gradient = gradient.contiguous()
     kept, weight, _, _, _ = ctx.saved_tensors
     gradients = torch.empty_like(kept), torch.empty_like(weight), torch.empty_like(weight)
+    launched(0, gradient, kept, kept)
     _partial = [torch.empty(_PARTIAL_ROWS, weight.numel(), dtype=torch.float32, device=kept.device) for _ in range(2)]
     return gradients
 
@@ -69,11 +72,13 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
 
 
 def _softmax_forward(scores: Tensor, *mask_and_scale: Any) -> Tensor:
+    launched(0, scores, scores)
     return torch.empty_like(scores)
 
 
 def _softmax_backward(gradient: Tensor, probabilities: Tensor, scale: Any) -> Tensor:
     """In place of the incoming gradient."""
+    launched(0, gradient, probabilities, gradient)
     return gradient
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit.drivers.trace.patches import Replacement
+from labkit.drivers.trace.work import launched
 
 
 class _GatedOutput(torch.autograd.Function):
@@ -23,11 +24,13 @@ class _GatedOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(y, gate)
+        launched(0, y, gate, y)
         return torch.empty_like(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         y, gate = ctx.saved_tensors
+        launched(0, gradient, y, gate, y, gate)
         return torch.empty_like(y), torch.empty_like(gate)
 
 
@@ -37,10 +40,13 @@ class _Decay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a_log: Tensor, dt_bias: Tensor, alpha: Tensor) -> Tensor:
         ctx.save_for_backward(a_log, dt_bias, alpha)
-        return torch.empty_like(alpha, dtype=torch.float32)
+        decay = torch.empty_like(alpha, dtype=torch.float32)
+        launched(0, alpha, decay)
+        return decay
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        launched(0, gradient, ctx.saved_tensors, ctx.saved_tensors)
         return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
 
 

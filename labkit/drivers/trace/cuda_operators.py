@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from labkit.drivers.trace.patches import Replacement
+from labkit.drivers.trace.work import launched
 
 
 def replacements() -> Iterator[Replacement]:
@@ -60,9 +61,11 @@ class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(x)
+        launched(0, x, x)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         (x,) = context.saved_tensors
+        launched(0, gradient, x, x)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)

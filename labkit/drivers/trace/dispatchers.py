@@ -11,6 +11,7 @@ import torch
 from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.routing import Splits, splits
+from labkit.drivers.trace.work import exchanged, launched
 from labkit.workload import Workload
 
 _PINNED = "nothing on the device: counts are copied to pinned host memory"
@@ -178,6 +179,7 @@ class _HybridEPBuffer:
         counts = handle[-1]
         rows = hidden.new_empty(int(counts.sum()), hidden.shape[1])
         chosen = None if probs is None else hidden.new_empty(rows.shape[0], dtype=torch.float32)
+        self._exchange(hidden, rows)
         return rows, chosen, None, counts, handle
 
     def combine_with_unpermute(
@@ -186,9 +188,15 @@ class _HybridEPBuffer:
         """(tokens, their fp32 probabilities over all experts where those of the rows are given)."""
         tokens = handle[0].shape[0]
         combined = hidden.new_empty(tokens, hidden.shape[1])
+        self._exchange(combined, hidden)
         if probs is None:
             return combined, None
         return combined, hidden.new_empty(tokens, self._ranks * self._local, dtype=torch.float32)
+
+    def _exchange(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Each token travels once to every rank that has an expert for it: to all others, with many experts a token."""
+        launched(0, tokens, rows)
+        exchanged("all_to_all", self._ranks, tokens.nbytes * (self._ranks - 1))
 
     def _handle(self, tokens: int, counts: torch.Tensor) -> tuple[Any, ...]:
         dispatched = tokens * self._ranks

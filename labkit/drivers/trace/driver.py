@@ -7,6 +7,7 @@ from labkit.drivers.contract import Measurement
 from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger
 from labkit.summary import Result, Written
+from labkit.work import WorkRow
 from labkit.workload import Workload
 
 
@@ -30,6 +31,11 @@ class Trace(Result):
         super().__init__(workload, rank, lambda: Written(ledger, peak_reserved_bytes))
         self.measurement = measurement
         """The contract's record of the same run."""
+
+    @property
+    def work(self) -> tuple[WorkRow, ...]:
+        """What the steady step does, module by module."""
+        return self.measurement.ranks[0].work
 
 
 class _Shared:

@@ -13,6 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.drivers.trace.te_shapes import attention_flops, seen_pairs
+from labkit.drivers.trace.work import launched
 from labkit.workload.gpu import Gpu
 from labkit.workload.kernels import flash_splits
 
@@ -23,10 +25,19 @@ def _rounded_width(width: int) -> int:
     return -(-width // 32) * 32 if width <= 192 else 256
 
 
-def _forward(query: Tensor, key: Tensor, dropout: float, multiprocessors: int) -> tuple[Tensor, Tensor, Tensor]:
+def _flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, backward: bool = False) -> int:
+    batch, rows, heads, width = query.shape
+    pairs = seen_pairs(batch * rows * heads, rows, key.shape[1], causal=causal)
+    return attention_flops(pairs, width, value.shape[-1], backward=backward)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(output, log-sum-exp, RNG state) of `mha_fwd`; with split keys, fp32 outputs of each split while it runs."""
     batch, rows, heads, width = query.shape
     output = torch.empty_like(query)
+    launched(_flops(query, key, value, causal=causal), query, key, value, output)
     statistics = torch.empty(batch, heads, rows, dtype=torch.float32, device=query.device)
     splits = 1 if dropout else flash_splits(batch, heads, (rows, key.shape[1]), width, multiprocessors)
     if splits > 1:
@@ -38,11 +49,18 @@ def _forward(query: Tensor, key: Tensor, dropout: float, multiprocessors: int) -
     return output, statistics, torch.empty(2, dtype=torch.int64, device=query.device)
 
 
-def _backward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `mha_bwd`."""
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    _scratch(query, key)
+    _launch_backward(query, key, value, causal=causal)
     return gradients
+
+
+def _launch_backward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> None:
+    """Reads what forward read, its output and the gradient, and writes three gradients."""
+    flops = _flops(query, key, value, causal=causal, backward=True)
+    launched(flops, [query, key, value] * 2, [query] * 2)
+    _scratch(query, key)
 
 
 def _scratch(query: Tensor, key: Tensor) -> None:
@@ -60,15 +78,18 @@ class _FlashAttnFunc(torch.autograd.Function):
     """`FlashAttnFunc`: keeps q, k, v, output, log-sum-exp, RNG state."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int) -> Tensor:
-        output, statistics, state = _forward(query, key, dropout, multiprocessors)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int, causal: bool
+    ) -> Tensor:
+        output, statistics, state = _forward(query, key, value, dropout, multiprocessors, causal=causal)
+        ctx.causal = causal
         ctx.save_for_backward(query, key, value, output, statistics, state)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, _, _ = ctx.saved_tensors
-        return (*_backward(query, key, value), None, None)
+        return (*_backward(query, key, value, causal=ctx.causal), None, None, None)
 
 
 def replacements(gpu: Gpu) -> Iterator[Replacement]:
@@ -78,14 +99,17 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     found = utils.FlashAttentionUtils
 
     def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *rest: Any, **options: Any) -> Any:
-        return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors)
+        return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors, options["causal"])
 
     def flash_attn_fwd(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Any:
-        output, statistics, state = _forward(query, key, dropout_p, gpu.multiprocessors)
+        causal = options["causal"]
+        output, statistics, state = _forward(query, key, value, dropout_p, gpu.multiprocessors, causal=causal)
         return output, statistics, None, state
 
-    def flash_attn_bwd(gradient: Tensor, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> None:
-        _scratch(query, key)
+    def flash_attn_bwd(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, causal: bool, **options: Any
+    ) -> None:
+        _launch_backward(query, key, value, causal=causal)
 
     yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
     # What context parallelism calls: `_flash_attn_forward` and `_flash_attn_backward` of the package.

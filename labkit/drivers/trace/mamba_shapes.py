@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.drivers.trace.work import launched
 
+_TAPS = 4
+"""Width of the convolution (`MambaMixer.d_conv`)."""
 _FUSED_BYTES = 65536
 """`_layer_norm_fwd`: of one row of a group, at most."""
 
@@ -54,6 +57,7 @@ class _GroupNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         y = torch.empty_like(rows)
         rstd = torch.empty(rows.shape[0] * (rows.shape[1] // group_size), dtype=torch.float32, device=x.device)
+        launched(0, rows, y)
         ctx.save_for_backward(rows, weight, rstd)
         ctx.shape, ctx.group_size = x.shape, group_size
         return y.reshape(x.shape)
@@ -63,6 +67,7 @@ class _GroupNorm(torch.autograd.Function):
         rows, weight, _ = ctx.saved_tensors
         columns, group = rows.shape[1], ctx.group_size
         dx = torch.empty_like(rows)
+        launched(0, rows, rows, dx)
         # A program of few warps leaves room for others on its multiprocessor.
         block = min(_FUSED_BYTES // rows.element_size(), 1 << (group - 1).bit_length())
         warps = min(max(block // 256, 1), 8)
@@ -83,7 +88,9 @@ def _dense(x: Tensor) -> Tensor:
 
 def _convolved(x: Tensor) -> Tensor:
     """`causal_conv1d_fwd_function` over channels: its input as it is, or a dense copy while it runs."""
-    return torch.empty_like(_dense(x))
+    output = torch.empty_like(_dense(x))
+    launched(2 * _TAPS * x.numel(), x, output)
+    return output
 
 
 class _Chunks:
@@ -121,6 +128,18 @@ class _Chunks:
         """What programs of `rows` tokens each leave of a number a head."""
         return self.tensor(math.ceil(self.chunk / rows), self.batch, self.chunks, self.heads, 1)
 
+    def state_products(self) -> int:
+        """FLOPs of one product of every token and head with a state: width x state."""
+        return 2 * self.batch * self.sequence * self.heads * self.width * self.state
+
+    def chunk_products(self) -> int:
+        """FLOPs of one product of every token and head with a chunk's: chunk x width."""
+        return 2 * self.batch * self.sequence * self.heads * self.chunk * self.width
+
+    def group_products(self) -> int:
+        """FLOPs of C B^T, or of its like for a gradient: chunk x state, each token and group."""
+        return 2 * self.batch * self.sequence * self.groups * self.chunk * self.state
+
     def group_gradient(self) -> Tensor:
         """The gradient of B or C in fp32, added up over the splits."""
         return self.tensor(self.batch, self.sequence, self.splits, self.groups, self.state).sum(2)
@@ -150,10 +169,17 @@ class _SplitConvolutionScan(torch.autograd.Function):
         dA_cumsum, dt_out = chunks.per_head(), chunks.per_head()
         states = chunks.states(torch.float32)
         passed, final = chunks.states(zxbcdt.dtype), chunks.final_states()
+        launched(0, dt, dA_cumsum, dt_out)  # _chunk_cumsum_fwd
+        launched(chunks.state_products(), mixed, dt_out, dA_cumsum, states)  # _chunk_state_fwd
+        launched(0, states, dA_cumsum, passed, final)  # _state_passing_fwd
         del states
         products = chunks.products()
+        launched(chunks.group_products(), mixed, products)  # _bmm_chunk_fwd
         shape = (chunks.batch, chunks.sequence, inner)
         out, out_x = (chunks.tensor(*shape, dtype=zxbcdt.dtype) for _ in range(2))
+        # _chunk_scan_fwd reads the gate as well.
+        flops = chunks.state_products() + chunks.chunk_products()
+        launched(flops, products, mixed, dt_out, dA_cumsum, passed, out, out, out_x)
         del products
         ctx.save_for_backward(zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias)
         ctx.sizes = (headdim, ngroups, chunks.state, chunk_size)
@@ -174,6 +200,7 @@ class _SplitConvolutionScan(torch.autograd.Function):
         dweight = torch.zeros_like(conv1d_weight, dtype=torch.float32)
         dbias = torch.zeros_like(conv1d_bias, dtype=torch.float32)
         dweight, dbias = dweight.type_as(conv1d_weight), dbias.type_as(conv1d_bias)
+        launched(2 * 2 * _TAPS * packed.numel(), packed, dmixed, packed)
         del dense, mixed
         return dzxbcdt, dweight, dbias, ddt_bias, dA, dD, None, None, None
 
@@ -186,27 +213,38 @@ def _scan_backward(
     dA_cumsum, dt_out = chunks.per_head(), chunks.per_head()
     products = chunks.products()
     states = chunks.states(torch.float32)
+    launched(0, dt_in, dA_cumsum, dt_out)
+    launched(chunks.group_products(), products)
+    launched(chunks.state_products(), dt_out, dA_cumsum, states)
+    launched(0, states, states)
     states, final = chunks.states(torch.float32), chunks.final_states()
     # _chunk_scan_bwd_dz: the gradient behind the gate, and that of D.
     parts = chunks.per_head_parts(32)
     dout_x = torch.empty_like(dout)
     dD = parts.sum(dim=(0, 1, 2)).to(D.dtype)[:, 0]
+    launched(0, [dout] * 5, parts)
     del parts
     # _chunk_scan_bwd_dstates, _state_passing_bwd: the latter hands on both in the compute dtype.
     dstates = chunks.states(torch.float32)
     narrow_dstates, narrow_states = (chunks.states(dout.dtype) for _ in range(2))
     passing = chunks.tensor(chunks.batch, chunks.heads, chunks.chunks, math.ceil(chunks.width * chunks.state / 64))
+    launched(chunks.state_products(), dout_x, dA_cumsum, dstates)
+    launched(0, dstates, states, narrow_dstates, narrow_states, passing)
     dA_chunk = passing.sum(dim=-1)
     del states, dstates, passing
     # _chunk_scan_chunk_state_bwd_dx
     dD_again = chunks.per_head_parts(32)
     ddt = chunks.per_head()
+    launched(chunks.state_products() + chunks.chunk_products(), products, narrow_dstates, [dout_x] * 3, ddt)
     dD_again = dD_again.sum(dim=(0, 1, 2)).sum(dim=-1).to(D.dtype)
     ddA_next = chunks.per_head()
+    launched(2 * chunks.state_products(), [dout_x] * 2, narrow_states, narrow_dstates)  # dB and dC
     dB = chunks.group_gradient()
     ddA_previous = chunks.per_head()
     dC = chunks.group_gradient()
+    launched(chunks.chunk_products(), [dout_x] * 2, products)  # _chunk_scan_bwd_dcb
     dproducts = chunks.products(chunks.splits).sum(2)
+    launched(2 * chunks.group_products(), [dproducts] * 2, dB, dC)  # _bmm_chunk_bwd, for B and for C
     summed = ddA_previous.flip([-1]).cumsum(dim=-1).flip([-1])
     ddA = chunks.per_head(math.ceil(chunks.chunk / 32)).sum(dim=3)
     ddA += ddA_next + summed

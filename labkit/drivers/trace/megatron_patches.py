@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit.drivers.trace import compiled_gdn
 from labkit.drivers.trace.origin import Origin
 from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.drivers.trace.work import launched
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 
@@ -60,9 +61,13 @@ def _gradient_fusion() -> Iterator[Replacement]:
 
     kernels = ModuleType("fused_weight_gradient_mlp_cuda")
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
-        setattr(kernels, name, lambda *args: None)
+        setattr(kernels, name, _accumulate_weight_gradient)
     yield Replacement(layers, "fused_weight_gradient_mlp_cuda", kernels, "nothing: it writes main_grad")
     yield Replacement(layers, "_grad_accum_fusion_available", True, NOTHING)
+
+
+def _accumulate_weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+    launched(2 * x.numel() * gradient.shape[-1], x, gradient, main_grad, main_grad)
 
 
 class _OutputGate(torch.autograd.Function):
@@ -74,11 +79,13 @@ class _OutputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, gate)
+        launched(0, x, gate, x)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, gate = ctx.saved_tensors
+        launched(0, gradient, x, gate, x, gate)
         return torch.empty_like(x), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 

@@ -89,6 +89,16 @@ class Origin:
         module, stream = self._place()
         return Maker(module, self._producer(function), stream)
 
+    def running(self) -> str:
+        """Path of the module that runs, forward or backward; `OUTSIDE` if none does."""
+        if self._stack:
+            return self._stack[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return OUTSIDE
+        module: str = node.metadata.get(_LABEL, self._last)[0]
+        return module
+
     def _place(self) -> tuple[str, int]:
         stream = self.stream()
         if self._stack:

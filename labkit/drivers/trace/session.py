@@ -25,6 +25,7 @@ from labkit.drivers.trace.rows import Name, rows
 from labkit.drivers.trace.surface import fake_cuda
 from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
+from labkit.drivers.trace.work import WorkCounter, counted_by
 from labkit.errors import WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Routing, Workload
@@ -51,8 +52,9 @@ def trace_here(
     gpu = GPUS[workload.training.gpu]
     workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
     host_values = HostValues()
+    origin = Origin(stream=lambda: cuda_surface.Stream.current.stream_id)
     tracker = StorageTracker(
-        Origin(stream=lambda: cuda_surface.Stream.current.stream_id),
+        origin,
         before=lambda operator: workspaces.before_operator(tracker, operator),
         instead={
             torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
@@ -60,6 +62,7 @@ def trace_here(
             **dispatchers.operators,
             **host_values.operators,
         },
+        work=WorkCounter(origin, gpu, iteration=iterations),
     )
 
     host_values.tracker = tracker
@@ -74,12 +77,14 @@ def trace_here(
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
         enter(installed(dispatchers.replacements()))
+        enter(installed(tracker.work.replacements()))
         enter(installed(megatron_patches.shared_expert_gates(tracker.origin)))
         enter(_process_group(workload, rank))
         enter(_manual_garbage_collection())
         enter(cuda_surface.CudaAsMeta())
         enter(tracker)
         enter(compiled.watched_by(tracker.fused))
+        enter(counted_by(tracker.work))
         names = _run(workload, tracker, iterations, phase)
         # Before Megatron takes its groups and buffers down, which is no part of a step.
         return _trace(workload, rank, tracker, names, time.monotonic() - started)
@@ -190,6 +195,7 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[i
                 phases=tuple(phases),
                 between_steps_bytes=ledger.between_steps().total(),
                 retained_bytes=ledger.retained().total(),
+                work=tracker.work.rows(workload),
             ),
         ),
         steady_iterations=ledger.steady_iteration() - 1,

@@ -1,7 +1,8 @@
 """Transformer Engine's compiled half (`transformer_engine_torch`) as functions that allocate and compute nothing.
 
 Each function returns what the C++ one returns, with the same shapes and dtypes, and allocates nothing else; cuBLAS
-and cuDNN workspaces that Transformer Engine hands in are Python tensors and seen without help. Sources:
+and cuDNN workspaces that Transformer Engine hands in are Python tensors and seen without help. Each also says what
+work the C++ one does (`launched`): its FLOPs, and the tensors it reads or writes. Sources:
 `transformer_engine/pytorch/csrc/extensions/*.cpp` of 2.20 and the call sites in its Python half. Only what a bf16
 step calls is here: anything else raises `NotImplementedError` with its name.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from labkit.drivers.trace.patches import NOTHING, Replacement, installed
+from labkit.drivers.trace.work import launched
 from labkit.errors import WorkError
 
 MODULE = "transformer_engine_torch"
@@ -49,6 +51,10 @@ class _AnyMember(type):
 
 class NVTE_QKV_Layout(metaclass=_AnyMember):
     """How queries, keys and values lie in memory."""
+
+
+class NVTE_Mask_Type(metaclass=_AnyMember):
+    """Which keys a query sees."""
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
@@ -94,6 +100,9 @@ def generic_gemm(
     gelu: bool,
     gelu_in: Any,
     grad: bool,
+    workspace: Tensor,
+    workspace_size: int,
+    accumulate: bool,
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
@@ -104,6 +113,7 @@ def generic_gemm(
     if D is None:
         D = torch.empty(*rows, columns, dtype=dtype, device=A.device)
     bias_gradient = torch.empty(bias.numel(), dtype=dtype, device=A.device) if grad and bias is not None else None
+    launched(2 * columns * B.numel(), A, B, D, D if accumulate else None, bias)
     return D, bias_gradient, None, None
 
 
@@ -116,9 +126,19 @@ def te_general_grouped_gemm(
     out_dtype: Any,
     m_splits: list[int],
     bias: Any,
+    bias_type: Any,
+    single_output: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
     *rest: Any,
 ) -> Any:
     """Products into outputs the caller allocated; returns the bias gradients it was given (`gemm.cpp`)."""
+    products = [(a, b) for a, b in zip(A, B, strict=True) if a.numel() and b.numel()]
+    flops = sum(2 * (a.shape[0] if transa else a.shape[-1]) * b.numel() for a, b in products)
+    launched(flops, A, B, D, D if accumulate else None, bias, launches=len(products))
     return bias
 
 
@@ -128,11 +148,13 @@ def rmsnorm_fwd(
     """(output, no mean, 1/rms per row in fp32) (`normalization.cpp`)."""
     rows = input.numel() // input.shape[-1]
     output = torch.empty_like(input) if ln_out is None else ln_out
+    launched(0, input, weight, output)
     return output, None, torch.empty(rows, dtype=torch.float32, device=input.device)
 
 
 def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """(input gradient, weight gradient) (`normalization.cpp`)."""
+    launched(0, dz, x, x)
     return torch.empty_like(x), torch.empty_like(gamma)
 
 
@@ -148,7 +170,34 @@ def layernorm_bwd(
     dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(input gradient, weight gradient, bias gradient) (`normalization.cpp`)."""
+    launched(0, dz, x, x)
     return torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)
+
+
+def attention_flops(pairs: int, width: int, value_width: int, *, backward: bool = False) -> int:
+    """Products of attention over `pairs` of query and key, all heads; backward makes the scores again."""
+    return 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
+
+
+def seen_pairs(queries: int, rows: int, keys: int, *, causal: bool, window: int = -1) -> int:
+    """Pairs of query and key that count.
+
+    `queries` over all sequences and heads; each sequence has `rows` of them and as many `keys`. Under a causal mask the
+    last query sees all keys; a `window` of earlier keys, where there is one (not -1), limits every query.
+    """
+    seen = keys - min(rows, keys) / 2 if causal else keys
+    return int(queries * (seen if window < 0 else min(seen, window + 1)))
+
+
+def _pairs(Q: Tensor, rows: int, keys: int, mask: int, window: Any) -> int:
+    masks = NVTE_Mask_Type
+    causal = mask in (
+        masks.NVTE_CAUSAL_MASK,
+        masks.NVTE_PADDING_CAUSAL_MASK,
+        masks.NVTE_CAUSAL_BOTTOM_RIGHT_MASK,
+        masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+    )
+    return seen_pairs(Q.numel() // Q.shape[-1], rows, keys, causal=causal, window=window[0] if window else -1)
 
 
 def fused_attn_fwd(
@@ -175,8 +224,11 @@ def fused_attn_fwd(
 ) -> list[Tensor]:
     """[output, softmax statistics in fp32 (batch, heads, queries, 1), Philox seed and offset] (`attention.cpp`)."""
     batch, heads = cu_seqlens_q.shape[0] - 1, Q.shape[-2]
+    output = torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device)
+    pairs = _pairs(Q, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
+    launched(attention_flops(pairs, Q.shape[-1], V.shape[-1]), Q, K, V, output)
     return [
-        torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device),
+        output,
         torch.empty(batch, heads, max_seqlen_q, 1, dtype=torch.float32, device=Q.device),
         torch.empty(2, dtype=torch.int64, device=Q.device),
     ]
@@ -211,6 +263,9 @@ def fused_attn_bwd(
 
     Gradients of one packed tensor are views of one packed gradient.
     """
+    pairs = _pairs(Q, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
+    output_and_gradient = rest[:2]
+    launched(attention_flops(pairs, Q.shape[-1], V.shape[-1], backward=True), Q, K, V, Q, K, V, output_and_gradient)
     layouts = NVTE_QKV_Layout
     if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_SBH3D):
         dim = -3 if dqkv_layout == layouts.NVTE_SB3HD else -2
@@ -221,16 +276,20 @@ def fused_attn_bwd(
 
 def gated(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
     """activation(first half) x second half (`activation.cpp`)."""
-    return torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
+    output = torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
+    launched(0, input, output)
+    return output
 
 
 def pointwise(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
     """activation(input) (`activation.cpp`)."""
+    launched(0, input, input)
     return torch.empty_like(input)
 
 
 def activation_gradient(grad: Tensor, input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
     """Gradient of an activation's input (`activation.cpp`)."""
+    launched(0, grad, input, input)
     return torch.empty_like(input)
 
 
@@ -243,11 +302,13 @@ def scaled_gated_gradient(
     grad: Tensor, input: Tensor, scales: Tensor, quantizer: Any, *rest: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input, and of the scales where the last argument asks for them (`activation.cpp`)."""
+    launched(0, grad, input, input)
     return torch.empty_like(input), torch.empty_like(scales) if rest[-1] else None
 
 
 def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Rotated copy, contiguous whatever the input's strides (`apply_rope.cpp`)."""
+    launched(0, input, input)
     return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
 
@@ -255,6 +316,7 @@ def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(norm, norm of each tensor or an empty tensor) in fp32 (`multi_tensor/l2norm.cpp`)."""
+    launched(0, tensor_lists)
     device = tensor_lists[0][0].device
     count = len(tensor_lists[0]) if per_tensor else 0
     return (
@@ -271,18 +333,21 @@ def get_fused_attn_backend(parameters: FusedAttentionParams) -> tuple[NVTE_Fused
 def fused_topk_with_score_function_fwd(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(probabilities, boolean map, intermediate scores in fp32), each like the logits (`router.cpp`)."""
     scores = torch.empty_like(logits, dtype=torch.float32)
+    launched(0, logits, logits, scores)
     return torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool), scores
 
 
 def fused_score_for_moe_aux_loss_fwd(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(scores in fp32, boolean map, intermediate scores in fp32), each like the logits (`router.cpp`)."""
     scores = torch.empty_like(logits, dtype=torch.float32)
+    launched(0, logits, scores, scores)
     return scores, torch.empty_like(logits, dtype=torch.bool), torch.empty_like(scores)
 
 
 def fused_moe_aux_loss_fwd(probs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """(loss, its coefficient in fp32), scalars (`router.cpp`)."""
     device = probs.device
+    launched(0, probs)
     return torch.empty((), dtype=probs.dtype, device=device), torch.empty((), dtype=torch.float32, device=device)
 
 
@@ -290,17 +355,26 @@ def fused_moe_aux_loss_bwd(
     Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
 ) -> Tensor:
     """Gradient of the scores (`router.cpp`)."""
-    return torch.empty(num_rows, num_cols, dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
+    gradient = torch.empty(num_rows, num_cols, dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
+    launched(0, gradient)
+    return gradient
 
 
 def _in_place(*args: Any, **kwargs: Any) -> None:
     """A kernel that only writes tensors it is given."""
+    launched(0, args, [*kwargs.values()])
+
+
+def _adam(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], *rest: Any) -> None:
+    """Reads gradients, and reads and writes everything else: parameters and moments (`multi_tensor/adam.cu`)."""
+    launched(0, tensor_lists, tensor_lists[1:])
 
 
 _FUNCTIONS: dict[str, Any] = {
     "DType": DType,
     "NVTE_Fused_Attn_Backend": NVTE_Fused_Attn_Backend,
     "NVTE_QKV_Layout": NVTE_QKV_Layout,
+    "NVTE_Mask_Type": NVTE_Mask_Type,
     "FusedAttentionParams": FusedAttentionParams,
     "generic_gemm": generic_gemm,
     "te_general_grouped_gemm": te_general_grouped_gemm,
@@ -326,8 +400,8 @@ _FUNCTIONS: dict[str, Any] = {
     "fused_score_for_moe_aux_loss_bwd": _in_place,
     "fused_moe_aux_loss_fwd": fused_moe_aux_loss_fwd,
     "fused_moe_aux_loss_bwd": fused_moe_aux_loss_bwd,
-    "multi_tensor_adam": _in_place,
-    "multi_tensor_adam_param_remainder": _in_place,
+    "multi_tensor_adam": _adam,
+    "multi_tensor_adam_param_remainder": _adam,
     "multi_tensor_scale": _in_place,
     "multi_tensor_sgd": _in_place,
     "multi_tensor_scale_tensor": _in_place,
@@ -390,5 +464,5 @@ def import_transformer_engine() -> None:
         for name in absent:
             del sys.modules[name]
         common = importlib.import_module("transformer_engine.common")
-        with installed([Replacement(common, "load_framework_extension", _in_place, NOTHING)]):
+        with installed([Replacement(common, "load_framework_extension", lambda framework: None, NOTHING)]):
             importlib.import_module("transformer_engine.pytorch")

@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.drivers.trace.origin import Maker, Origin
 from labkit.drivers.trace.patches import Replacement, installed
+from labkit.drivers.trace.work import WorkCounter
 from labkit.ledger import Moment, rounded
+from labkit.workload.gpu import GPUS
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class StorageTracker(TorchDispatchMode):
         origin: who to ask for the maker of a tensor.
         before: called with each operator before it runs (library workspaces are booked there).
         instead: operators that a function answers, with their arguments.
+        work: who counts what the operators do.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class StorageTracker(TorchDispatchMode):
         origin: Origin,
         before: Callable[[Any], None] = lambda operator: None,
         instead: Mapping[Any, Callable[..., Any]] | None = None,
+        work: WorkCounter | None = None,
     ) -> None:
         super().__init__()
         self.origin = origin
         self.before = before
         self.instead = instead or {}
+        self.work = work or WorkCounter(origin, GPUS["h100-80gb"], iteration=1)
         self.events: list[tuple[int, int]] = []
         """(serial, bytes) for an allocation, (-serial, 0) for its end."""
         self.allocations: list[Allocation] = []
@@ -86,6 +91,7 @@ class StorageTracker(TorchDispatchMode):
     def phase(self, iteration: int, name: str) -> None:
         """From here on the clock is in this phase."""
         self.moments.append(Moment(len(self.events), iteration, name))
+        self.work.begin(iteration, name)
 
     def book(self, nbytes: int, shape: tuple[int, ...], dtype: str, maker: Maker) -> Allocation:
         """Log an allocation that no tensor shows; it never ends."""
@@ -100,16 +106,21 @@ class StorageTracker(TorchDispatchMode):
     def fused(self) -> Iterator[None]:
         """A region whose intermediates stay in registers: what outlives it is booked when it ends."""
         self._fused += 1
+        if self._fused == 1:
+            self.work.enter_region()
         try:
             yield
         finally:
             self._fused -= 1
             if not self._fused:
+                kept = 0
                 pending, self._pending = self._pending, []
                 for reference, shape, dtype, maker in pending:
                     storage = reference()
                     if storage is not None:
                         self._keep(storage, shape, dtype, maker)
+                        kept += storage.nbytes()
+                self.work.leave_region(kept)
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
         """The living allocation that holds `tensor`; None if it lies on the host or is empty."""
@@ -188,6 +199,8 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         self.before(function)
         result = self.instead.get(function, function)(*args, **(kwargs or {}))
+        if self.work.counting:
+            self.work.operator(function, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             if result.is_meta:
                 self.seen(result, function)

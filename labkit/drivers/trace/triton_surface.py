@@ -12,12 +12,27 @@ from typing import Any
 import triton.runtime
 from triton.runtime.jit import KernelInterface
 
+from labkit.drivers.trace import gdn_flops
 from labkit.drivers.trace.patches import NOTHING, Replacement
+from labkit.drivers.trace.work import launched
 from labkit.workload.gpu import Gpu
 
 
-def _launch(*args: Any, **kwargs: Any) -> None:
-    """A kernel that only writes tensors it is given."""
+def _launcher(kernel: Any) -> Any:
+    """Starts a kernel that only writes tensors it is given."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        launched(gdn_flops.of(_name(kernel), kwargs), args, [*kwargs.values()])
+
+    return launch
+
+
+def _name(kernel: Any) -> str:
+    """Of the function behind autotuners and heuristics."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    name: str = kernel.__name__
+    return name
 
 
 def _driver(gpu: Gpu) -> SimpleNamespace:
@@ -35,7 +50,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(
         KernelInterface,
         "__getitem__",
-        lambda kernel, grid: _launch,
+        lambda kernel, grid: _launcher(kernel),
         "nothing: kernels write tensors that Python allocated; tuning a kernel at its first launch takes 256 MiB for "
         "as long as it lasts (`triton.testing.do_bench`), which is not modelled",
     )
