@@ -96,11 +96,13 @@ class _Meters:
         }
         """Slots of what a pass (False forward, True backward) allocates if the process has not yet: key and shape."""
 
-    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse = None) -> "_Outcome":
-        """A pass; `opens`: slots of what the process allocates in it for the first time."""
-        key = backward, before, opens, cache
+    def go(
+        self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse, frees: frozenset[str]
+    ) -> "_Outcome":
+        """A pass: see `Script.go`."""
+        key = backward, before, opens, cache, frees
         if key not in self._outcomes:
-            steps, left, after = self._script.go(backward, before, opens, cache)
+            steps, left, after = self._script.go(backward, before, opens, cache, frees)
             change = self._numbers.total(self._sizes, steps)
             self._outcomes[key] = _Outcome(change, sum(self._sizes[slot] for slot in left), after)
         return self._outcomes[key]
@@ -110,6 +112,10 @@ class _Meters:
         """(key, bytes) of what the caller keeps of a pass (False forward, True backward)."""
         kept = self._script.kept_by_caller
         return {backward: [(key, self._sizes[slot]) for key, slot in each] for backward, each in kept.items()}
+
+    def size(self, slot: int) -> Any:
+        """Bytes of a slot."""
+        return self._sizes[slot]
 
     @property
     def keeps_output(self) -> bool:
@@ -244,22 +250,31 @@ class Meter:
         """Go through the units; returns the bytes freed of micro-batches that were over, and what attributes keep."""
         freed: Any = 0
         after: dict[int, Attributes] = {}
-        for units, times in reversed(chunk.stretches) if backward else chunk.stretches:
-            meters = [self._of(unit) for unit in (reversed(units) if backward else units)]
+        numbers = range(len(chunk.stretches))
+        for number in reversed(numbers) if backward else numbers:
+            units, times = chunk.stretches[number]
+            none = [frozenset[str]()] * len(units)
+            last = chunk.keepers.get(number, none) if backward else none
+            meters = [self._of(unit) for unit in units]
             left, first = times, True
             while left:
                 repeats = 1 if first else self._alike(meters, left, warm or backward)
+                if last is not none:
+                    repeats = min(repeats, max(left - 1, 1))
                 changes = []
-                for each in meters:
+                here = list(zip(meters, last if left == 1 else none, strict=True))
+                for each, frees in reversed(here) if backward else here:
                     opens = self._opens(each.once[backward], index)
                     use = None if backward else self._use(each, warm, repeats)
-                    outcome = each.go(backward, before.get(each.script_id, Attributes()), opens, use)
+                    outcome = each.go(backward, before.get(each.script_id, Attributes()), opens, use, frees)
                     changes.append(outcome.change)
                     freed = freed + outcome.left * repeats
                     if each.script_id in before:
                         after[each.script_id] = outcome.attributes
                 self._together(changes, repeats)
                 left, first = left - repeats, False
+        for slot in () if backward else chunk.passing:
+            self.level = self.level - self._of(chunk.ends[0]).size(slot)
         return freed, after
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:

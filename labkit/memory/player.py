@@ -13,17 +13,20 @@ from labkit.memory.script import (
     CACHE,
     CALLER,
     CLOSE,
+    DONE,
     DUMMY,
     FOLLOW,
     GRADIENT_OUT,
     HOLD,
     INPUT,
+    KEEP,
     LEAVE,
     LET_GO,
     OF_CHUNK,
     ONCE,
     OPEN,
     OUTPUTS,
+    READ,
     SENT_GRADIENT,
     TAKE,
     Script,
@@ -37,15 +40,17 @@ from labkit.workload.training import WorkspaceBytes
 class _Storage:
     """Memory with a reference count; `slot` is None while it is discarded."""
 
-    __slots__ = ("held", "references", "slot", "viewed")
+    __slots__ = ("held", "name", "references", "slot", "viewed")
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, name: str = "") -> None:
         self.slot: int | None = slot
         self.references = 1
         self.held = 0
         """References that outlive the pass: module attributes and their graphs."""
         self.viewed = False
         """A gradient known by a view, whose base autograd does not see."""
+        self.name = name
+        """Of a tensor of the batch."""
 
 
 def play(
@@ -103,15 +108,16 @@ class _Player:
         """Operations where something happens to a region in backward."""
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
-        kept = None if tape.exit is None else tape.exit.storage
+        kept, batch = None if tape.exit is None else tape.exit.storage, set(tape.batch.values())
         made = [
             value
             for op in tape.ops
             for value in op.outputs
-            if value.base is None and value is not kept and not op.caches
+            if value.base is None and value is not kept and not op.caches and value not in batch
         ]
         for value in made if tape.entry is None else (tape.entry, *made):
             self._ends.setdefault(value.last_use, []).append(value)
+        self._batch = {value: name for name, value in tape.batch.items()}
         self._storages: dict[Value, _Storage] = {}
         self._saved: dict[int, list[_Storage]] = {}
         self._inputs: dict[Region, list[_Storage]] = {}
@@ -147,7 +153,15 @@ class _Player:
             self.script.input_held = input_held
         if tape.exit is not None:
             tape.exit.storage.last_use = len(tape.ops)
+        for name, value in tape.batch.items():
+            if value.made < 0:
+                self._storages[value] = _Storage(self._slot(value, name), name)
         self._run(0, len(tape.ops) - 1, frozenset(), keep=keep)
+        for name, value in tape.batch.items():
+            storage = self._storages[value]
+            storage.references -= 1  # the forward step's variable
+            if storage.references and storage.slot is not None:
+                self._steps.append((KEEP, storage.slot, name))
         if tape.exit is not None:
             output = self._storages[tape.exit.storage]
             self.script.output = output.slot
@@ -252,7 +266,10 @@ class _Player:
         if storage is not None and storage.slot is None and storage.references > storage.held:
             storage.slot = self._open(value, value.name)
         else:
-            self._storages[value] = self._new(value, value.name)
+            storage = self._storages[value] = self._new(value, value.name)
+            storage.name = self._batch.get(value, "")
+            if storage.name and storage.slot is not None:
+                self._steps.append((READ, storage.slot, storage.name))
 
     def _cache(self, op: Op) -> None:
         for value in op.outputs:
@@ -364,8 +381,10 @@ class _Player:
         persisting = [index for index in range(region.first, region.last + 1) if self._persists_graph(index, region)]
         if not persisting:
             return
-        gradients = [self._gradients[value] for value in self._region_values(region) if value in self._gradients]
-        for storage in (*self._inputs[region], *gradients):
+        leaves = [value for value in self._region_values(region) if value.differentiable]
+        inputs = dict.fromkeys(self._storages[value.storage] for value in leaves)
+        gradients = [self._gradients[value] for value in leaves if value in self._gradients]
+        for storage in (*inputs, *gradients):
             for index in persisting:
                 self._hold(storage, f"{index} graph")
 
@@ -563,5 +582,6 @@ class _Player:
 
     def _drop(self, storage: _Storage) -> None:
         if storage.slot is not None:
-            self._steps.append((TAKE if storage.slot == self._taken else CLOSE, storage.slot, ""))
+            code = DONE if storage.name else TAKE if storage.slot == self._taken else CLOSE
+            self._steps.append((code, storage.slot, storage.name))
             storage.slot = None

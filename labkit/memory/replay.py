@@ -46,8 +46,8 @@ def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
 
 
 def _traffic(op: Op) -> int:
-    """Bytes read and written: inputs, outputs and weights once each; none where the outputs are views of the inputs."""
-    if op.outputs and all(value.base is not None for value in op.outputs) and not op.aliases:
+    """Bytes read and written: inputs, outputs and weights once each; none where all outputs are views of the inputs."""
+    if all(value.base is not None for value in op.outputs) and not op.aliases:
         return 0
     tensors = sum(value.bytes for value in (*op.inputs, *op.outputs))
     weights = 0 if op.weight_gradient is None else op.weight_gradient.bytes * op.weights

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from labkit.memory.tape import Shape, Tape, Value
 
-OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE, LEAVE, TAKE = range(9)
+OPEN, CLOSE, HOLD, FOLLOW, LET_GO, ONCE, CACHE, LEAVE, TAKE, READ, KEEP, DONE = range(12)
 """What a step does.
 
 OPEN slot, CLOSE slot: the pass allocates a tensor, or is done with it.
@@ -23,6 +23,9 @@ LET_GO key: the module gives up what `key` has held since an earlier forward.
 ONCE slot, key: allocated unless the process has `key` already; kept for good.
 CACHE slot, key: an entry of the cache `key` of this unit's module, which all modules share (`Slot.entries` fit).
 LEAVE slot: a weight's gradient stays for the chunk's first unit. TAKE slot: that unit is done with it.
+READ slot, key: the slot is the batch's tensor `key`, which the forward step keeps until the chunk's forward returns.
+KEEP slot, key: the unit keeps the batch's tensor `key` for its backward, if the chunk has read it. DONE slot, key: no
+longer; whoever of the chunk is last frees it.
 """
 
 CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: outputs"
@@ -144,15 +147,35 @@ class Script:
         }
 
     @cached_property
+    def reads(self) -> dict[str, int]:
+        """Slots of the tensors of the batch that it reads, by name."""
+        return {key: slot for code, slot, key in self.forward if code == READ}
+
+    @cached_property
+    def keeps(self) -> frozenset[str]:
+        """Names of the batch's tensors that its backward needs."""
+        return frozenset(key for code, _, key in self.forward if code == KEEP)
+
+    @cached_property
     def _passed(self) -> dict[object, Passed]:
         return {}
 
-    def go(self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse) -> Passed:
-        """A pass; `opens`: slots of what the process allocates in it for the first time."""
-        key = backward, before, opens, cache
+    def go(
+        self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse, frees: frozenset[str]
+    ) -> Passed:
+        """A pass.
+
+        Args:
+            backward: its backward, not its forward.
+            before: what attributes keep.
+            opens: slots of what the process allocates in it for the first time.
+            cache: how it uses caches.
+            frees: names of the batch's tensors that nothing keeps but this pass.
+        """
+        key = backward, before, opens, cache, frees
         if key not in self._passed:
             run = _Run(self, before)
-            run.go(self.backward if backward else self.forward, opens, cache)
+            run.go(self.backward if backward else self.forward, opens, cache, frees)
             after = run.after_backward() if backward else run.attributes
             self._passed[key] = Passed(run.steps, run.left, after)
         return self._passed[key]
@@ -196,7 +219,13 @@ class _Run:
         self._done = set(before.done)
         self._over = before.over
 
-    def go(self, steps: Sequence[tuple[int, int, str]], opens: frozenset[int], cache: CacheUse) -> None:
+    def go(
+        self,
+        steps: Sequence[tuple[int, int, str]],
+        opens: frozenset[int],
+        cache: CacheUse,
+        frees: frozenset[str],
+    ) -> None:
         """Forward or backward."""
         rooms = dict(cache or ())
         for code, slot, key in steps:
@@ -204,7 +233,7 @@ class _Run:
                 self.steps.append(slot)
             elif code == ONCE and slot in opens:
                 self._make(slot)
-            elif code == TAKE:
+            elif code == TAKE or (code == DONE and key in frees):
                 self.steps.append(~slot)
             elif code == CLOSE and slot not in self._script.freed_by_others:
                 self._close(slot)

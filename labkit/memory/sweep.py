@@ -104,7 +104,8 @@ def _check_magnitude(case: Workload) -> None:
     """Refuse a workload whose bytes, or rows times the numerator of a share, do not fit an array's integers."""
     model, batch = case.model, case.batch
     tokens, moe = batch.micro_batch_size * batch.seq_length, model.mixture_of_experts
-    pairs = tokens * batch.seq_length if case.training.kernels.attention_backend == "unfused" else tokens
+    squares = batch.create_attention_mask_in_dataloader or case.training.kernels.attention_backend == "unfused"
+    pairs = tokens * batch.seq_length if squares else tokens
     largest = max(_integers(model.model_dump()))
     chosen = 1 if moe is None else moe.num_moe_experts
     if model.num_layers * largest * chosen * max(pairs, largest) < _CLOSE:

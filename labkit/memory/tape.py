@@ -193,6 +193,9 @@ class Tape:
     """A weight whose gradient outlives the unit's backward: the rank's first unit uses the weight too."""
     takes: Value | None = None
     """That weight in the first unit, which adds its own part and is done with it."""
+    batch: dict[str, Value] = field(default_factory=dict)
+    """Tensors of the batch that it reads, or uses where the chunk has read them, by name: variables of the forward step
+    keep them until the chunk's forward returns, what saves them longer."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
     path: str = ""
@@ -381,6 +384,7 @@ class Tape:
             *self._form,
             *(None if end is None else end.number for end in (self.entry, self.exit, self.leaves, self.takes)),
             *self.backward_at.items(),
+            *((name, value.number) for name, value in self.batch.items()),
         )
 
     def backward_order(self) -> list[int]:

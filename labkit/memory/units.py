@@ -81,6 +81,28 @@ class Chunk:
         return [script for script in scripts.values() if script.has_attributes]
 
     @cached_property
+    def keepers(self) -> dict[int, list[frozenset[str]]]:
+        """For each unit of a stretch, by its number, the tensors of the batch that its backward is the last to need.
+
+        That is where the chunk's first unit to keep them stands, in a repeated stretch in the first repetition.
+        """
+        left, found = set(self.ends[0].script.reads), {}
+        for number, (units, _) in enumerate(self.stretches):
+            names = []
+            for unit in units:
+                names.append(unit.script.keeps & left)
+                left -= unit.script.keeps
+            if any(names):
+                found[number] = names
+        return found
+
+    @cached_property
+    def passing(self) -> list[int]:
+        """Slots of its first unit: the tensors of the batch that no backward needs."""
+        kept = {name for names in self.keepers.values() for each in names for name in each}
+        return [slot for name, slot in self.ends[0].script.reads.items() if name not in kept]
+
+    @cached_property
     def stretches(self) -> list[tuple[tuple[Unit, ...], int]]:
         """Repeated stretches, in order: (units, times). Units of one tape and one script count as equal."""
         numbers: dict[tuple[int, ...], int] = {}
@@ -168,7 +190,7 @@ class Recorder:
         ]
 
     def _chunk(self, recompute: Recompute, layers: range, *, front: bool, back: bool) -> Chunk:
-        received = record_received_by_last if back and self._workload.model.mtp_num_layers else record_received
+        received = record_received_by_last if back else record_received
         begin, end = record_front if front else received, record_back if back else record_sent
         labels = recompute.modules
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":

@@ -1,6 +1,7 @@
 """Writes scripts into a book: passes of a rank's units, with what outlives them, micro-batch by micro-batch."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
@@ -9,6 +10,7 @@ from labkit.memory.script import (
     CACHE,
     CALLERS,
     CLOSE,
+    DONE,
     FOLLOW,
     GRADIENT_OUT,
     HOLD,
@@ -17,6 +19,7 @@ from labkit.memory.script import (
     LET_GO,
     ONCE,
     OPEN,
+    READ,
     TAKE,
     Slot,
     once_key,
@@ -24,6 +27,14 @@ from labkit.memory.script import (
 from labkit.memory.state import State
 from labkit.memory.tape import DTYPE_BYTES
 from labkit.memory.units import Chunk, Unit
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A tensor of the batch, and how many keep it: the forward step, units of the chunk."""
+
+    number: int
+    references: int = 1
 
 
 class Writer:
@@ -42,6 +53,8 @@ class Writer:
         """Held entries that their pass is done with."""
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """Entries of each slot of each unit, by chunk and micro-batch."""
+        self._batches: dict[tuple[int, int], dict[str, _Shared]] = {}
+        """Tensors of the batch, by chunk and micro-batch, and name."""
         self._left: dict[int, int] = {}
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
         self._kept: dict[Boundary, int] = {}
@@ -96,24 +109,27 @@ class Writer:
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
+        batch = self._batches[index, microbatch] = {}
         hidden = self._handed_on
         for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
             frames.append(frame)
-            self._run(unit, unit.script.forward, frame, (index, position))
+            self._run(unit, unit.script.forward, frame, (index, position), batch)
             if unit.script.output is not None:
                 hidden = frame[unit.script.output]
         self._handed_on = hidden
+        for name in tuple(batch):
+            self._done_with(batch, name)
 
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Backward pass of that forward."""
         gradient = self._handed_on
-        frames = self._frames.pop((index, microbatch))
+        frames, batch = self._frames.pop((index, microbatch)), self._batches.pop((index, microbatch))
         for position in range(len(chunk.units) - 1, -1, -1):
             unit, frame = chunk.units[position], frames[position]
             frame[GRADIENT_OUT] = gradient
-            self._run(unit, unit.script.backward, frame, (index, position))
+            self._run(unit, unit.script.backward, frame, (index, position), batch)
             if unit.script.gradient_in is not None:
                 gradient = frame[unit.script.gradient_in]
         self._handed_on = gradient
@@ -124,7 +140,14 @@ class Writer:
             for number in self._held.pop(self._holder((-1, -1), key), ()):
                 self._let_go(number)
 
-    def _run(self, unit: Unit, steps: list[tuple[int, int, str]], frame: list[int], at: tuple[int, int]) -> None:
+    def _run(
+        self,
+        unit: Unit,
+        steps: list[tuple[int, int, str]],
+        frame: list[int],
+        at: tuple[int, int],
+        batch: dict[str, _Shared],
+    ) -> None:
         slots = unit.script.slots
         for code, slot, key in steps:
             if code == OPEN:
@@ -134,9 +157,7 @@ class Writer:
             elif code == HOLD:
                 self._hold(frame[slot], self._holder(at, key))
             elif code == FOLLOW:
-                leader = frame[unit.script.output or 0]
-                if leader in self._held.get(self._holder(at, key), ()):
-                    self._hold(frame[slot], self._holder(at, key))
+                self._follow(frame[unit.script.output or 0], frame[slot], self._holder(at, key))
             elif code == LET_GO:
                 for number in self._held.pop(self._holder(at, key), ()):
                     self._let_go(number)
@@ -146,6 +167,24 @@ class Writer:
                 self._cache(unit, slots[slot], key)
             elif code in (LEAVE, TAKE):
                 self._pass_gradient(code, frame[slot], at[0])
+            else:
+                self._share(code, frame[slot], batch, key)
+
+    def _share(self, code: int, number: int, batch: dict[str, _Shared], name: str) -> None:
+        """A unit reads a tensor of the batch, keeps it, or is done with it."""
+        if code == READ:
+            batch[name] = _Shared(number)
+        elif code == DONE:
+            self._done_with(batch, name)
+        elif name in batch:
+            batch[name].references += 1
+
+    def _done_with(self, batch: dict[str, _Shared], name: str) -> None:
+        """One less keeps a tensor of the batch, if the chunk has read it."""
+        if name in batch:
+            batch[name].references -= 1
+            if not batch[name].references:
+                self._book.close(batch.pop(name).number)
 
     def _pass_gradient(self, code: int, number: int, index: int) -> None:
         """A weight's gradient goes from the last unit of chunk `index` to its first."""
@@ -160,6 +199,10 @@ class Writer:
     def _hold(self, number: int, holder: tuple[int, int, str]) -> None:
         self._held.setdefault(holder, []).append(number)
         self._holds[number] = self._holds.get(number, 0) + 1
+
+    def _follow(self, leader: int, number: int, holder: tuple[int, int, str]) -> None:
+        if leader in self._held.get(holder, ()):
+            self._hold(number, holder)
 
     def _close(self, number: int) -> None:
         if number in self._holds:

@@ -45,7 +45,8 @@ class Batch(Part):
     micro_batch_size: PositiveInt = 1
     global_batch_size: PositiveInt
     create_attention_mask_in_dataloader: bool = False
-    """Every micro-batch brings a mask of `seq_length` squared bytes a sequence along, which causal kernels do not read.
+    """Every micro-batch brings a mask of `seq_length` squared bytes a sequence along, which causal kernels do not read;
+    the forward step keeps it, and checkpoints around attention or layers do until their backward.
 
     Megatron-LM's default, which `--no-create-attention-mask-in-dataloader` turns off."""
     packed: Packed | None = None

@@ -24,6 +24,9 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
             remedy = "set training.runtime: lora or leave it out"
             yield Finding("error", "batch.packed", "only the lora runtime packs sequences here", remedy)
         return
+    if workload.batch.create_attention_mask_in_dataloader:
+        remedy = "leave it out"
+        yield Finding("error", "batch.create_attention_mask_in_dataloader", "the lora runtime reads no mask", remedy)
     if training.lora is None:
         yield Finding("error", "training.lora", "the lora runtime needs it", "give training.lora.rank")
     else:

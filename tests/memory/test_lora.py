@@ -155,6 +155,7 @@ def test_outputs_of_the_vocabulary_come_in_chunks(outputs: str, kept: int) -> No
             {"training__lora__optimizer_step": True} | WITHOUT_GRADIENTS,
             "training.lora.optimizer_step: a pass without gradients",
         ),
+        ({"batch__create_attention_mask_in_dataloader": True}, "mask_in_dataloader: the lora runtime reads no mask"),
         ({"model__qk_layernorm": False}, "model.qk_layernorm: the lora runtime is priced for"),
     ],
 )

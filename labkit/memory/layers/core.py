@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from labkit.memory.layers.context_parallel import FUSED, context_parallel_attention
 from labkit.memory.layers.flash import as_packed, flash_attention, interleaved
+from labkit.memory.layers.inputs import take_mask
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
@@ -19,6 +20,7 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
     view is copied first (`get_qkv_layout`).
     """
+    take_mask(tape, workload, sizes)
     qkv, backend = [query, key, value], workload.training.kernels.attention_backend
     if interleaved(qkv) is None or (sizes.cp > 1 and backend == "fused"):
         qkv = [_contiguous(tape, part) for part in qkv]

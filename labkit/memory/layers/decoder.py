@@ -13,6 +13,7 @@ from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.embedding import embedding_parameters
 from labkit.memory.layers.ends import back, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
+from labkit.memory.layers.inputs import read_batch, take_mask
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
 from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
@@ -60,6 +61,8 @@ _SCORED: frozenset[Half] = frozenset(("attention", "mla"))
 def record_front(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs before its layers: the embedding."""
     tape = _tape(workload)
+    if sizes.trains:
+        read_batch(tape, workload, sizes, first=True, last=workload.parallelism.pp == 1)
     with tape.module("embedding", kind="embedding"):
         tape.exit = front(tape, workload, sizes)
     return tape
@@ -70,6 +73,7 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     tape = _tape(workload)
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     _made_once(tape, workload, sizes, {place.half for place in places})
+    take_mask(tape, workload, sizes)
     inputs = {0: hidden}
     with tape.module("decoder"):
         for layer, half, share in places:
@@ -119,10 +123,15 @@ def record_received(workload: Workload, sizes: Sizes) -> Tape:
 
 
 def record_received_by_last(workload: Workload, sizes: Sizes) -> Tape:
-    """The same where the stage ends in multi-token prediction, which has a copy of the embedding."""
+    """The same where the stage ends in the loss, for which it reads the batch.
+
+    Where it predicts several tokens it has a copy of the embedding.
+    """
     tape = record_received(workload, sizes)
-    with tape.module("embedding", kind="embedding"):
-        embedding_parameters(tape, workload, sizes)
+    read_batch(tape, workload, sizes, first=False, last=True)
+    if workload.model.mtp_num_layers:
+        with tape.module("embedding", kind="embedding"):
+            embedding_parameters(tape, workload, sizes)
     return tape
 
 

@@ -10,7 +10,7 @@ from labkit.memory.layers.embedding import (
     shared_weight,
     word_weight,
 )
-from labkit.memory.layers.inputs import batch_inputs
+from labkit.memory.layers.inputs import batch_tensor
 from labkit.memory.layers.linear import global_buffer, norm, norm_parameters
 from labkit.memory.layers.loss import cross_entropy, mean_loss
 from labkit.memory.layers.mtp import prediction_losses, predictions
@@ -32,8 +32,7 @@ def front(tape: Tape, workload: Workload, sizes: Sizes) -> Value:
         summed = [tape.buffer("gradient_sum", words.shape)] if shared and not later else []
         tape.op("read_weight", [], [words], backward_temporaries=summed)
         tape.takes = words if later else None
-        names = saved_ids(workload)
-        ids = dict(zip(names, batch_inputs(tape, sizes, *names), strict=True))
+        ids = {name: batch_tensor(tape, sizes, name) for name in saved_ids(workload)}
     return embedding(tape, workload, sizes, words, ids)
 
 
@@ -51,7 +50,7 @@ def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Cal
     `layer` records a transformer layer, for multi-token prediction.
     """
     model = workload.model
-    labels, loss_mask, *others = batch_inputs(tape, sizes, "labels", "loss_mask", *_unsaved(workload))
+    labels, loss_mask = (batch_tensor(tape, sizes, name) for name in ("labels", "loss_mask"))
     with tape.module("decoder"), tape.module("final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"):
         norm_parameters(tape, model, sizes.hidden, replicated=sizes.sp > 1)
         decoded = normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
@@ -72,17 +71,9 @@ def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Cal
     with tape.module("output_layer"):
         logits = logits_of(normed)
     loss = cross_entropy(tape, workload, sizes, logits, labels)
-    # Variables of forward_step and GPTModel.forward.
-    tape.hold([decoded, logits, labels, loss_mask, *others])
+    # Variables of GPTModel.forward.
+    tape.hold([decoded, logits])
     mean_loss(tape, sizes, loss, loss_mask)
-
-
-def _unsaved(workload: Workload) -> list[str]:
-    """What this rank read for an embedding that does not save it, or in front of its layers."""
-    names = ["tokens", "position_ids"]
-    if workload.parallelism.pp > 1:
-        return names if embeds_twice(workload) else []
-    return [name for name in names if name not in saved_ids(workload)]
 
 
 def _output_weight(tape: Tape, workload: Workload, words: Value) -> Value:
