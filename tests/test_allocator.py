@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from labkit.allocator import Allocator, simulate
 from labkit.ledger import rounded
+from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import MIB
 
 SIZES = st.integers(0, 64 * MIB) | st.integers(0, 4096)
@@ -27,7 +28,7 @@ def events(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @given(events(), st.booleans())
 def test_allocated_counts_whole_blocks_of_live_tensors(sequence: list[tuple[int, int]], expandable: bool) -> None:
-    allocator = Allocator(expandable_segments=expandable)
+    allocator = Allocator(AllocatorSettings(expandable_segments=expandable))
     blocks: dict[int, int] = {}
     for name, nbytes in sequence:
         if name < 0:
@@ -77,7 +78,7 @@ def test_a_remainder_up_to_1_mib_stays_with_a_large_block() -> None:
 
 
 def test_expandable_segments_split_large_remainders() -> None:
-    allocator = Allocator(expandable_segments=True)
+    allocator = Allocator(AllocatorSettings(expandable_segments=True))
     allocator.allocate("whole", 12 * MIB)
     allocator.free("whole")
     assert allocator.allocate("part", 11 * MIB) == 11 * MIB

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from labkit.allocator import simulate_streams
+from labkit.allocator import simulate_training
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
@@ -37,7 +37,7 @@ class Estimate(Result):
         model, book = chunks(self.workload, self.stage), Book()
         state = State(*weights(model), self.workload, self.stage)
         run_steps(self.workload, self.stage, model, loss_chunk(self.workload), Writer(book, state))
-        simulated = simulate_streams(book.events, book.streams)
+        simulated = simulate_training(book.events, book.streams, self.workload.training)
         ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)
         return Written(ledger, simulated.reserved[-1][1])
 

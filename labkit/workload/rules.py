@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, version_tuple
+from labkit.workload.caching import allocator_findings
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
 from labkit.workload.lora_rules import lora_findings
@@ -28,6 +29,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
+    found += allocator_findings(workload)
     return sorted(found, key=lambda finding: finding.severity)
 
 

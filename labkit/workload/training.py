@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from labkit.workload.base import Part
+from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
 from labkit.workload.runtime import Lora, Runtime
 
@@ -94,6 +95,8 @@ class Training(Part):
     gpu: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "b200-180gb", "gb200-186gb"] = "h100-80gb"
     cublas_workspace_config: str | None = Field(default=None, pattern=r"^(:[0-9]{1,6}:[0-9]{1,3})+$", max_length=100)
     """The environment's `CUBLAS_WORKSPACE_CONFIG`, `:KIB:COUNT` once or several times; None: unset."""
+    allocator: AllocatorSettings = AllocatorSettings()
+    """Of PyTorch's caching allocator."""
     software: Software = Software()
     runtime: Runtime = "megatron"
     lora: Lora | None = None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.allocator import Simulated, simulate_streams
+from labkit.allocator import Simulated, simulate_training
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
 from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches
 from labkit.drivers.trace.cublas import CublasWorkspaces
@@ -174,7 +174,8 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
 
 def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float) -> Trace:
-    simulated = simulate_streams(tracker.events, [allocation.maker.stream for allocation in tracker.allocations])
+    streams = [allocation.maker.stream for allocation in tracker.allocations]
+    simulated = simulate_training(tracker.events, streams, workload.training)
     ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments)
     phases = [
         PhasePeak(
@@ -202,7 +203,7 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[i
         versions=trace_versions(),
         environment={
             "device": f"simulated {GPUS[workload.training.gpu].name}, tensors without data",
-            "allocator": "CUDACachingAllocator simulated, a pool per stream, default settings",
+            "allocator": f"CUDACachingAllocator simulated, {workload.training.allocator.label}",
             "routing": (workload.routing or Routing()).kind,
         },
         source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",

@@ -1,0 +1,123 @@
+"""PyTorch's allocator settings, as `PYTORCH_ALLOC_CONF` (formerly `PYTORCH_CUDA_ALLOC_CONF`) has them."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from labkit.workload.base import Part
+from labkit.workload.finding import Finding
+
+if TYPE_CHECKING:
+    from labkit.workload.workload import Workload
+
+_UNIT = 512
+"""`kMinBlockSize`."""
+_INTERVALS = 16
+"""`kRoundUpPowerOfTwoIntervals`: requests up to 2 MiB, up to 4 MiB, ... and from 32 GiB on."""
+
+_Megabytes = Annotated[int, Field(gt=0, lt=2**24)]
+
+
+class AllocatorSettings(Part):
+    """Names and defaults of PyTorch 2.14 (`c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`)."""
+
+    expandable_segments: bool = False
+    large_segment_size_mb: Annotated[int, Field(gt=10, lt=2**24)] = 20
+    """Of what requests from 1 to 10 MiB are cut, and of an expandable segment's pages for large requests."""
+    max_split_size_mb: _Megabytes | None = None
+    """Blocks from this size on are not split; None: all may be."""
+    max_non_split_rounding_mb: _Megabytes = 20
+    """How much larger than a request such a block may be."""
+    roundup_power2_divisions: int | Annotated[str, Field(pattern=r"^\[(([0-9]{1,8}|>):[0-9]{1,8},?)+\]$")] | None = None
+    """Into how many steps the sizes from a power of two to the next are divided: a power of two, or PyTorch's list
+    for sizes from so many MiB on, `[256:2,512:4,>:8]`; None: requests are rounded to 512 bytes."""
+    garbage_collection_threshold: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the memory allowed above which unused segments go back to the device; None: never."""
+    per_process_memory_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the device's memory that is allowed."""
+
+    def rounded(self, nbytes: int) -> int:
+        """`nbytes` (at least 1) as the allocator looks for them (`round_size`)."""
+        divisions = self._divisions(nbytes)
+        if divisions > 1 and nbytes > _UNIT * divisions:
+            floor = 1 << (nbytes.bit_length() - 1)
+            step = floor // divisions
+            return -(-nbytes // step) * step
+        return -(-nbytes // _UNIT) * _UNIT
+
+    @property
+    def label(self) -> str:
+        """What differs from PyTorch's defaults, as `PYTORCH_ALLOC_CONF` says it."""
+        stated = self.model_dump(exclude_defaults=True)
+        return ",".join(f"{name}:{value}" for name, value in stated.items()) or "default settings"
+
+    def _divisions(self, nbytes: int) -> int:
+        table = _divisions(self.roundup_power2_divisions)
+        return table[min(max(nbytes.bit_length() - 1 - 20, 0), _INTERVALS - 1)]
+
+
+DEFAULT = AllocatorSettings()
+
+
+@lru_cache(maxsize=16)
+def _divisions(stated: int | str | None) -> tuple[int, ...]:
+    """Of each interval (`parseRoundUpPower2Divisions`)."""
+    if not isinstance(stated, str):
+        return (stated or 0,) * _INTERVALS
+    table, last = [0] * _INTERVALS, None
+    for start, divisions in _entries(stated):
+        if start is None:
+            first = 0 if last is None else last + 1
+            table[first:] = [divisions] * (_INTERVALS - first)
+            continue
+        index = min(start.bit_length() - 1, _INTERVALS - 1)
+        if last is None:
+            table[:index] = [divisions] * index
+        table[index], last = divisions, index
+    return tuple(table)
+
+
+def _entries(stated: str) -> Iterator[tuple[int | None, int]]:
+    """(MiB from which on, or None for `>`; divisions)."""
+    for entry in stated.strip("[]").split(","):
+        start, _, divisions = entry.partition(":")
+        yield (None if start == ">" else int(start)), int(divisions)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def allocator_findings(workload: "Workload") -> Iterator[Finding]:
+    """PyTorch's own rules (`c10/core/AllocatorConfig.cpp`), and what does nothing."""
+    settings, prefix = workload.training.allocator, "training.allocator"
+    for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
+        stated: int | None = getattr(settings, name)
+        if stated is not None and stated < settings.large_segment_size_mb:
+            reason = f"PyTorch takes no {stated} below the large_segment_size_mb of {settings.large_segment_size_mb}"
+            yield Finding("error", f"{prefix}.{name}", reason, f"use at least {settings.large_segment_size_mb}")
+    yield from _roundup(settings, f"{prefix}.roundup_power2_divisions")
+    if settings.garbage_collection_threshold is not None:
+        # `malloc` collects where `set_fraction`, which `DeviceCachingAllocator` sets for fractions below 1.
+        field = f"{prefix}.garbage_collection_threshold"
+        if settings.per_process_memory_fraction == 1:
+            reason = "PyTorch collects no garbage unless per_process_memory_fraction is below 1"
+            yield Finding("warning", field, reason, "leave it out, or limit the process")
+        elif settings.expandable_segments:
+            reason = "PyTorch collects no garbage from expandable segments"
+            yield Finding("warning", field, reason, "leave one of the two out")
+
+
+def _roundup(settings: AllocatorSettings, field: str) -> Iterator[Finding]:
+    stated = settings.roundup_power2_divisions
+    if isinstance(stated, int) and not _is_power_of_two(stated):
+        yield Finding("error", field, f"{stated} is not a power of two", "use a power of two, or leave it out")
+    if not isinstance(stated, str):
+        return
+    for start, divisions in _entries(stated):
+        if divisions and not _is_power_of_two(divisions):
+            yield Finding("error", field, f"{divisions} divisions are neither a power of two nor 0", "use one")
+        if start is not None and not _is_power_of_two(start):
+            yield Finding("error", field, f"an interval from {start} MiB on is not a power of two", "use one")
