@@ -21,6 +21,7 @@ from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
+    from labkit.drivers.trace.server import Limits
     from labkit.study import Study
     from labkit.workload import Workload
     from labkit.workload.base import Part
@@ -82,7 +83,17 @@ StageOption = Annotated[
     typer.Option("--stage", min=0, help="Which pipeline stage.", show_default="the one that holds most"),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Cells made at once.", show_default="2, or 1 on one CPU")
+    int | None, typer.Option("--workers", min=1, help="Ranks traced at once.", show_default="2, or 1 on one CPU")
+]
+TimeLimitOption = Annotated[
+    int,
+    typer.Option(
+        "--time-limit", min=1, max=10**6, metavar="SECONDS", help="The longest that the trace of a rank may take."
+    ),
+]
+MemoryLimitOption = Annotated[
+    int,
+    typer.Option("--memory-limit", min=1, max=10**4, metavar="GIB", help="The most host memory that it may need."),
 ]
 
 
@@ -115,18 +126,28 @@ def estimate(
 @app.command()
 def trace(
     workload: WorkloadArgument,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", help="Which rank; by default the first of the pipeline stage that should hold most."),
+    *,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="This rank alone.")] = None,
+    stage: Annotated[
+        int | None, typer.Option("--stage", min=0, help="The first rank of this pipeline stage alone.")
     ] = None,
+    workers: WorkersOption = None,
+    time_limit: TimeLimitOption = 600,
+    memory_limit: MemoryLimitOption = 4,
     json: JsonOption = False,
 ) -> None:
-    """Trace the peak memory of one rank: the real Megatron Core code over tensors without data, no GPU."""
-    from labkit.memory.estimate import fullest_rank
+    """Trace the peak memory: the real Megatron Core code over tensors without data, no GPU.
+
+    One rank of every pipeline stage that can differ is traced; the one that holds most is shown in full.
+    """
     from labkit.workload import Workload
 
+    if rank is not None and stage is not None:
+        raise InputError("--rank and --stage: give one of them")
     checked = Workload.load(workload)
-    _show(_traced(checked, fullest_rank(checked) if rank is None else rank).summary, json)
+    if _existing(stage, checked) is not None:
+        rank = checked.parallelism.first_rank(stage or 0)
+    _show(_traced(checked, rank, workers, _limits(time_limit, memory_limit)).summary, json)
 
 
 @app.command()
@@ -155,18 +176,22 @@ def compare(
 @study_app.command("run")
 def study_run(
     study: StudyArgument,
+    *,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate; may be repeated."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
     workers: WorkersOption = None,
+    time_limit: TimeLimitOption = 600,
+    memory_limit: MemoryLimitOption = 4,
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
     """Make the missing results of a study. Stop it as you like: what is finished is kept."""
     opened = _open(study, store)
-    status = opened.run(only or (), force=force, workers=workers)
+    limits = _limits(time_limit, memory_limit)
+    status = opened.run(only or (), force=force, workers=workers, limits=limits)
     _show(status, json)
     if status.count("failed"):
         raise typer.Exit(1)
@@ -297,20 +322,34 @@ def version() -> None:
     _print_version(True)
 
 
-def _traced(workload: "Workload", rank: int = 0) -> "Trace":
-    """The trace of a rank of a workload; where someone watches, its phase shows on stderr."""
+def _limits(seconds: int, gib: int) -> "Limits":
+    from labkit.drivers.trace.server import Limits
+    from labkit.workload.gpu import GIB
+
+    return Limits(seconds, gib * GIB)
+
+
+def _traced(
+    workload: "Workload", rank: int | None, workers: int | None = None, limits: "Limits | None" = None
+) -> "Trace":
+    """The trace of a rank, or of all stages; where someone watches, its phase shows on stderr."""
     from rich.markup import escape
 
     from labkit.console import Terminal
     from labkit.drivers.trace.server import TraceServer
 
     console, name = Terminal(stderr=True), escape(workload.model.name)
-    with console.status(f"tracing {name} ...") as line, TraceServer() as server:
-        return server.run(
-            workload,
-            on_phase=lambda iteration, phase: line.update(f"tracing {name}: iteration {iteration}, {phase}"),
-            rank=rank,
-        )
+    with (
+        console.status(f"tracing {name} ...") as line,
+        TraceServer(workers, limits) as server,
+    ):
+
+        def on_phase(iteration: int, phase: str) -> None:
+            line.update(f"tracing {name}: iteration {iteration}, {phase}")
+
+        if rank is None:
+            return server.run_stages(workload, on_phase)
+        return server.run(workload, on_phase, rank=rank)
 
 
 def _existing(stage: int | None, workload: "Workload") -> int | None:

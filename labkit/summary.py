@@ -137,6 +137,38 @@ class StagePeak(Part):
     peak_tensor_bytes: NonNegativeInt
 
 
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: `0, 2-5`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, span)) for span in found)
+
+
+class RankSummary(Part):
+    """What a traced rank holds."""
+
+    rank: NonNegativeInt
+    stages: Many[NonNegativeInt]
+    """The pipeline stage it is the first rank of, or in, and then those that hold the same."""
+    parameters: NonNegativeInt | None
+    """Elements of the rank's parameters."""
+    parameter_bytes: NonNegativeInt | None
+    between_steps_bytes: NonNegativeInt | None
+    first_step_peak_bytes: NonNegativeInt | None
+    """Of setup and the first step."""
+    steady_peak_bytes: NonNegativeInt | None
+    """Of the later steps."""
+    peak_allocated_bytes: NonNegativeInt
+    """The larger of the two."""
+    peak_reserved_bytes: NonNegativeInt | None
+    peak_iteration: NonNegativeInt
+    peak_phase: str
+
+
 class Summary(Part):
     """The documented `--json` object of `labkit estimate` and `labkit trace` (see docs/json.md)."""
 
@@ -165,6 +197,10 @@ class Summary(Part):
     """The peak is below the GPU's memory. The CUDA context, NCCL and fragmentation come on top."""
     stages: Many[StagePeak] = ()
     """Every pipeline stage, where there are several and they are estimated."""
+    ranks: Many[RankSummary] = ()
+    """Every rank that was traced; `rank` is the one with the largest peak."""
+    versions: dict[str, str] = {}
+    """Of what a trace ran."""
     warnings: Many[str]
     """Choices in the workload that do nothing."""
     work: Many[PhaseWork] = ()
@@ -212,15 +248,41 @@ class Summary(Part):
             yield self._work_table()
         if self.stages:
             yield self._stages_table()
+        if self.ranks:
+            yield self._ranks_table()
         if self.ranges:
-            ranges = Table(title="What the workload does not state (peak, GiB)", title_justify="left")
-            for heading in ("field", "peak with each value", "why it is open"):
-                ranges.add_column(heading, overflow="fold")
-            for open_field in self.ranges:
-                ranges.add_row(open_field.field, open_field.peaks, open_field.cause)
-            yield ranges
+            yield self._ranges_table()
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")
+        if self.versions:
+            yield Text(", ".join(f"{name} {version}" for name, version in self.versions.items()), style="dim")
+
+    def _ranges_table(self) -> "Table":
+        from rich.table import Table
+
+        ranges = Table(title="What the workload does not state (peak, GiB)", title_justify="left")
+        for heading in ("field", "peak with each value", "why it is open"):
+            ranges.add_column(heading, overflow="fold")
+        for open_field in self.ranges:
+            ranges.add_row(open_field.field, open_field.peaks, open_field.cause)
+        return ranges
+
+    def _ranks_table(self) -> "Table":
+        from rich.table import Table
+
+        table = Table(title="Peak of each traced rank (GiB)", title_justify="left")
+        for heading in ("stage", "rank", "parameters (M)", "between", "step 1", "later", "reserved"):
+            table.add_column(heading, justify="right")
+        for each in self.ranks:
+            sizes = (each.between_steps_bytes, each.first_step_peak_bytes, each.steady_peak_bytes)
+            table.add_row(
+                spans(each.stages),
+                str(each.rank),
+                "-" if each.parameters is None else f"{each.parameters / 10**6:,.1f}",
+                *("-" if size is None else f"{size / GIB:.3f}" for size in (*sizes, each.peak_reserved_bytes)),
+                style="bold" if each.rank == self.rank and len(self.ranks) > 1 else "",
+            )
+        return table
 
     def _stages_table(self) -> "Table":
         from rich.table import Table

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -13,7 +14,8 @@ import yaml
 
 from labkit.cli import main
 from labkit.comparison import Comparison
-from labkit.errors import WorkError
+from labkit.drivers.contract import Unfinished
+from labkit.drivers.trace.server import Limits
 from labkit.study.status import StudyStatus
 from labkit.summary import Summary
 from labkit.workload import Workload
@@ -309,6 +311,9 @@ def test_trace_prints_one_json_object_that_is_a_summary(tmp_path: Path) -> None:
     summary = Summary.model_validate_json(result.stdout, strict=False)
     assert summary.certainty == "traced"
     assert sum(share.bytes for share in summary.breakdown) == summary.peak_allocated_bytes
+    (rank,) = summary.ranks
+    assert (rank.rank, rank.stages, rank.peak_allocated_bytes) == (0, (0,), summary.peak_allocated_bytes)
+    assert summary.versions["megatron-core"] == version("megatron-core")
 
 
 def test_compare_lays_estimate_and_trace_side_by_side(tmp_path: Path) -> None:
@@ -328,14 +333,18 @@ def test_compare_lays_estimate_and_trace_side_by_side(tmp_path: Path) -> None:
 class FailingServer:
     """A trace server on a machine that cannot hold a trace."""
 
+    def __init__(self, workers: int | None, limits: Limits) -> None:
+        assert workers in (None, 1, 2)
+        assert limits == Limits(600, 4 * 2**30)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def run(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None, *, rank: int = 0) -> NoReturn:
-        raise WorkError("the trace was killed in backward")
+    def run_stages(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> NoReturn:
+        raise Unfinished("the trace was ended in backward: it took more than 600 s", "timed_out", "backward")
 
 
 def test_failed_work_is_exit_code_1(labkit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,10 +352,10 @@ def test_failed_work_is_exit_code_1(labkit: Command, tmp_path: Path, monkeypatch
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL))
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
     traced = labkit("trace", "w.yaml", "--json", cwd=tmp_path)
-    assert traced == (1, "", "labkit: the trace was killed in backward\n")
+    assert traced == (1, "", "labkit: the trace was ended in backward: it took more than 600 s\n")
     ran = labkit("study", "run", "s.yaml", "--json", cwd=tmp_path)
     assert ran.returncode == 1
-    assert "[moe_act] failed: the trace was killed in backward" in ran.stderr
+    assert "[moe_act] failed: the trace was ended in backward: it took more than 600 s" in ran.stderr
     assert StudyStatus.model_validate_json(ran.stdout, strict=False).count("failed") == 2
     assert labkit("study", "status", "s.yaml", cwd=tmp_path).returncode == 0
 

@@ -9,11 +9,14 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from labkit.errors import WorkError
 from labkit.work import WorkRow
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 
-Outcome = Literal["ok", "oom", "failed"]
+Outcome = Literal["ok", "oom", "failed", "timed_out", "out_of_host_memory", "unsupported"]
+"""ok: it passed. oom: a GPU ran out of memory. failed: a crash, or an error of what was run. timed_out and
+out_of_host_memory: it was ended at the limits that a run has. unsupported: the driver has not what it needs."""
 DriverName = Literal["trace", "published"]
 
 
@@ -33,6 +36,11 @@ class RankRecord(Part):
     """What one rank held."""
 
     rank: NonNegativeInt
+    stages: Many[NonNegativeInt] = ()
+    """The pipeline stage the rank is in, and then those that hold the same; empty where the source does not say."""
+    parameters: NonNegativeInt | None = None
+    """Elements of its model chunks' parameters, frozen ones included."""
+    parameter_bytes: NonNegativeInt | None = None
     phases: Many[PhasePeak] = Field(min_length=1)
     between_steps_bytes: NonNegativeInt | None = None
     """Allocated when the steady iteration begins."""
@@ -45,6 +53,31 @@ class RankRecord(Part):
     def peak(self) -> PhasePeak:
         """Its largest phase peak (the first of equals)."""
         return max(self.phases, key=lambda phase: phase.peak_allocated_bytes)
+
+    @property
+    def first_step_peak_bytes(self) -> int | None:
+        """Largest phase peak of setup and the first step, which runs without optimizer state until its end."""
+        return max((phase.peak_allocated_bytes for phase in self.phases if phase.iteration <= 1), default=None)
+
+    @property
+    def steady_peak_bytes(self) -> int | None:
+        """Largest phase peak of the later steps; None where there were none."""
+        return max((phase.peak_allocated_bytes for phase in self.phases if phase.iteration > 1), default=None)
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """Largest reserved bytes of any phase; None where the source does not say."""
+        return max((phase.peak_reserved_bytes for phase in self.phases if phase.peak_reserved_bytes), default=None)
+
+
+class Unfinished(WorkError):
+    """A measurement that came to no result; its text says why."""
+
+    def __init__(self, message: str, outcome: Outcome, phase: str) -> None:
+        super().__init__(message)
+        self.outcome: Outcome = outcome
+        self.phase = phase
+        """The phase it was in."""
 
 
 class Failure(Part):

@@ -10,13 +10,13 @@ from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
 from labkit.memory.outline import Outline, outline
 from labkit.memory.replay import Replay, replay
-from labkit.memory.stages import stage_layers
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.units import chunks, loss_chunk, weights
 from labkit.memory.writer import Writer
 from labkit.summary import Result, StagePeak, Summary, Written
 from labkit.workload import Workload
+from labkit.workload.stages import stage_layers
 
 
 class Estimate(Result):

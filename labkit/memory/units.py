@@ -21,11 +21,11 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
 from labkit.memory.recompute import Region, regions, whole
 from labkit.memory.script import Script
-from labkit.memory.stages import stage_layers
 from labkit.memory.tape import Tape
 from labkit.memory.weights import RunWeights, Weights
 from labkit.workload import Recompute, Workload
 from labkit.workload.routing import busiest_share
+from labkit.workload.stages import stage_layers
 
 
 class Unit(NamedTuple):

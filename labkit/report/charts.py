@@ -7,6 +7,7 @@ source and unit in its caption, its axis and its tooltips. Bytes become GiB (2**
 import altair as alt
 import polars as pl
 
+from labkit.report.data import OUTCOMES
 from labkit.report.encodings import (
     SIDES,
     candidate_axis,
@@ -39,9 +40,7 @@ def peaks(cells: pl.DataFrame) -> Figure:
     rows, names = chart_rows(cells, "peak_allocated_bytes", "peak_phase", "outcome", "failure", "error_vs_published")
     rows = rows.with_columns(
         (pl.col("peak_allocated_bytes") / GIB).alias("peak_gib"),
-        pl.when(pl.col("outcome") != "ok")
-        .then(pl.col("outcome").replace({"oom": "out of memory", "missing": "not run yet"}))
-        .alias("problem"),
+        pl.when(pl.col("outcome") != "ok").then(pl.col("outcome").replace(OUTCOMES)).alias("problem"),
         pl.col("failure").str.slice(0, 300),
         pl.col("peak_phase").fill_null("not stated"),
         pl.format("{}{}%", pl.when(error > 0).then(pl.lit("+")).otherwise(pl.lit("")), (error * 100).round(2))

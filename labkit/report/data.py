@@ -8,6 +8,17 @@ import polars as pl
 LONGEST_LABEL: Final = 52
 """Two lines beside a chart."""
 
+OUTCOMES = {
+    "ok": "ok",
+    "oom": "out of memory",
+    "failed": "failed",
+    "timed_out": "took too long",
+    "out_of_host_memory": "needs more host memory",
+    "unsupported": "not supported",
+    "missing": "not run yet",
+}
+"""How a cell ended (`labkit.drivers.contract.Outcome`), for people."""
+
 
 def display_labels(candidates: Iterable[str]) -> dict[str, str]:
     """A short, distinct, one-line name for each candidate, in the order given.

@@ -52,7 +52,14 @@ def failures(cells: pl.DataFrame) -> Prose:
     Args:
         cells: a study's `cells` frame: candidate, source, outcome, failure.
     """
-    words = {"oom": "ran out of memory", "failed": "failed", "missing": "has no result"}
+    words = {
+        "oom": "ran out of memory",
+        "failed": "failed",
+        "timed_out": "took too long",
+        "out_of_host_memory": "needed too much host memory",
+        "unsupported": "is not supported",
+        "missing": "has no result",
+    }
     named = relabelled(cells, display_labels(cells["candidate"])).filter(pl.col("failure").is_not_null())
     alike: dict[tuple[str, str, str], list[str]] = {}
     for row in named.iter_rows(named=True):

@@ -11,12 +11,11 @@ from typing import Any
 import polars as pl
 from great_tables import GT, loc, style
 
-from labkit.report.data import display_labels, relabelled
+from labkit.report.data import OUTCOMES, display_labels, relabelled
 from labkit.report.theme import FONT, PALETTES
 from labkit.workload.gpu import GIB, MIB
 
 _NONE = "–"
-_OUTCOMES = {"ok": "ok", "oom": "out of memory", "failed": "failed", "missing": "not run yet"}
 
 
 def decision(frame: pl.DataFrame) -> GT:
@@ -34,7 +33,7 @@ def decision(frame: pl.DataFrame) -> GT:
         "rank",
         fits=pl.when(pl.col("outcome") == "ok")
         .then(pl.when("fits").then(pl.lit("fits")).otherwise(pl.lit("does not fit")))
-        .otherwise(pl.col("outcome").replace(_OUTCOMES)),
+        .otherwise(pl.col("outcome").replace(OUTCOMES)),
         estimated="estimated_bytes",
         traced="peak_allocated_bytes",
         published="published_bytes",
@@ -191,7 +190,7 @@ def contract(frame: pl.DataFrame) -> GT:
         .select(
             "source",
             "candidates",
-            pl.col("outcome").replace(_OUTCOMES),
+            pl.col("outcome").replace(OUTCOMES),
             pl.col("origin").replace("", _NONE),
             pl.col("latest").str.slice(0, 16).str.replace("T", " "),
             pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),

@@ -249,7 +249,7 @@ def _tight(choices: Sequence[_Choice], limit: Limit) -> list[str]:
 def _unfinished(row: dict[str, Any]) -> str:
     if row["outcome"] == "ok":
         return "not compared, the control is missing"
-    return "not traced" if row["outcome"] == "missing" else f"{row['outcome']}, not compared"
+    return "not traced" if row["outcome"] == "missing" else f"{row['outcome'].replace('_', ' ')}, not compared"
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":

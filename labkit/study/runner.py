@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from labkit.drivers.contract import CellKey, Failure, Measurement
+from labkit.drivers.contract import CellKey, Failure, Measurement, Outcome, Unfinished
 from labkit.errors import LabkitError
 from labkit.ledger import Ledger
 from labkit.study.matrix import Candidate
@@ -192,17 +192,21 @@ class _Run:
 
         try:
             measured = self.driver(cell.candidate.workload, on_phase=on_phase)
+        except Unfinished as error:
+            failure = Failure(phase=error.phase, message=str(error))
+            return self._failure(cell, error.outcome, failure, time.monotonic() - began), None
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this cell's outcome and not the run's)
             message = str(error) if isinstance(error, LabkitError) else f"{type(error).__name__}: {error}"
-            return self._failure(cell, Failure(phase=reached, message=message), time.monotonic() - began), None
+            failure = Failure(phase=reached, message=message)
+            return self._failure(cell, "failed", failure, time.monotonic() - began), None
         passed = measured.measurement.outcome == "ok"
         return measured.measurement, measured.ledger if passed else None
 
-    def _failure(self, cell: Cell, failure: Failure, seconds: float) -> Measurement:
+    def _failure(self, cell: Cell, outcome: Outcome, failure: Failure, seconds: float) -> Measurement:
         return Measurement(
             driver=cell.key.driver,
             workload=cell.candidate.workload,
-            outcome="failed",
+            outcome=outcome,
             failure=failure,
             versions=dict(cell.key.versions),
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),

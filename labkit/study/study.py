@@ -1,6 +1,5 @@
 """`Study`: a question with its results; running it makes the missing ones."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +15,7 @@ from labkit.study.store import Store, Stored
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
-    from labkit.drivers.trace.server import TraceServer
-    from labkit.workload import Workload
+    from labkit.drivers.trace.server import Limits
 
 
 class Study:
@@ -74,6 +72,7 @@ class Study:
         *,
         force: bool = False,
         workers: int | None = None,
+        limits: "Limits | None" = None,
         driver: Driver | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> StudyStatus:
@@ -82,8 +81,9 @@ class Study:
         Args:
             only: Labels of the candidates to run; all by default.
             force: Also make again what is there.
-            workers: Cells made at once; by default 2, or 1 on a single CPU.
-            driver: What measures a workload; by default a `TraceServer` of this run.
+            workers: Ranks traced at once; by default 2, or 1 on a single CPU.
+            limits: What the trace of one rank may take; by default those of `TraceServer`.
+            driver: What measures a workload; by default a `TraceServer` of this run, over all pipeline stages.
             on_event: Called with each `labkit.study.runner.Event`; by default progress shows in a terminal.
 
         Returns:
@@ -94,8 +94,10 @@ class Study:
             WorkError: the store cannot be written.
             KeyboardInterrupt: interrupted; what was finished is stored.
         """
+        from labkit.drivers.trace.server import TraceServer, usual_workers
+
         if workers is None:
-            workers = min(2, len(os.sched_getaffinity(0)))
+            workers = usual_workers()
         if workers < 1:
             raise InputError(f"workers: {workers} cannot run anything; use 1 or more")
         chosen = {self.matrix.chosen(label).label for label in only}
@@ -108,9 +110,7 @@ class Study:
 
                     on_event = stack.enter_context(show_progress(self.matrix.title, len(missing)))
                 if driver is None:
-                    from labkit.drivers.trace.server import TraceServer
-
-                    driver = _on_fullest_rank(stack.enter_context(TraceServer()))
+                    driver = stack.enter_context(TraceServer(workers, limits)).run_stages
                 run_cells(
                     missing,
                     self.store,
@@ -164,16 +164,6 @@ class Study:
         return self.status()._repr_html_()
 
 
-def _on_fullest_rank(server: "TraceServer") -> Driver:
-    """Traces the first rank of the pipeline stage that the estimate finds fullest."""
-    from labkit.memory.estimate import fullest_rank
-
-    def run(workload: "Workload", on_phase: Callable[[int, str], None] | None = None) -> "Trace":
-        return server.run(workload, on_phase, rank=fullest_rank(workload))
-
-    return run
-
-
 def _traced(stored: Stored) -> "Trace | None":
     """The trace a cell file holds, as its driver handed it over; None if it did not pass."""
     from labkit.drivers.trace.driver import Trace
@@ -181,12 +171,11 @@ def _traced(stored: Stored) -> "Trace | None":
     worst = stored.measurement.worst_rank
     if stored.ledger is None or worst is None:
         return None
-    reserved = [phase.peak_reserved_bytes for phase in worst.phases if phase.peak_reserved_bytes is not None]
     return Trace(
         stored.measurement.workload,
         stored.ledger,
         rank=worst.rank,
-        peak_reserved_bytes=max(reserved, default=None),
+        peak_reserved_bytes=worst.peak_reserved_bytes,
         measurement=stored.measurement,
     )
 

@@ -8,6 +8,7 @@ from labkit import Workload
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
+from labkit.workload.stages import differing_stages
 from tests.small import MODEL
 
 DENSE: dict[str, Any] = {**MODEL, "num_layers": 4, "mixture_of_experts": None}
@@ -48,6 +49,45 @@ def test_a_stage_has_its_layers_and_as_many_micro_batches_under_way_as_follow_it
     logits = [any(row.module == "output_layer" for row in stage.ledger.rows) for stage in stages]
     assert logits == [False, False, False, True]
     assert [stage.rank for stage in stages] == [0, 1, 2, 3]
+
+
+def test_by_default_every_stage_that_can_differ_is_traced_and_the_fullest_shown(server: TraceServer) -> None:
+    workload = pipeline(4)
+    shown = server.run_stages(workload)
+    alone = [server.run(workload, rank=rank) for rank in range(4)]
+    assert [record.stages for record in shown.measurement.ranks] == [(0,), (1,), (2,), (3,)]
+    assert list(shown.measurement.ranks) == [each.measurement.ranks[0] for each in alone]
+    fullest = max(alone, key=lambda each: each.peak_allocated_bytes)
+    assert (shown.rank, shown.ledger.rows) == (fullest.rank, fullest.ledger.rows)
+    assert shown.measurement.worst_rank == fullest.measurement.ranks[0]
+    for record, each in zip(shown.summary.ranks, alone, strict=True):
+        # Norms, MLA and MLP of a layer; the embedding comes first, the final norm and the head last.
+        held = {row.tensor: row.bytes for row in each.ledger.rows if row.tensor.endswith("param_data")}
+        assert record.parameters is not None
+        assert record.parameter_bytes == 2 * record.parameters <= sum(held.values())
+        phases = [(phase.iteration, phase.peak_allocated_bytes) for phase in each.summary.phases]
+        assert record.first_step_peak_bytes == max(peak for iteration, peak in phases if iteration <= 1)
+        assert record.steady_peak_bytes == max(peak for iteration, peak in phases if iteration == 2)
+        assert record.between_steps_bytes == each.summary.between_steps_bytes
+        assert record.peak_reserved_bytes == each.peak_reserved_bytes
+    sizes = [record.parameters for record in shown.summary.ranks]
+    assert sizes[0] > sizes[1] == sizes[2] < sizes[3]  # type: ignore[operator]
+
+
+def test_middle_stages_that_hold_the_same_are_traced_once(server: TraceServer) -> None:
+    few = pipeline(6, micro_batches=2, num_layers=6)
+    assert differing_stages(few) == [(0,), (1, 2, 3), (4,), (5,)]
+    assert [(record.rank, record.stages) for record in server.run_stages(few).summary.ranks] == [
+        (0, (0,)),
+        (1, (1, 2, 3)),
+        (4, (4,)),
+        (5, (5,)),
+    ]
+    first, third = (server.run(few, rank=rank).summary for rank in (1, 3))
+    assert (first.phases, first.breakdown) == (third.phases, third.breakdown)
+    interleaved = pipeline(4, micro_batches=4, num_layers=16, virtual_pipeline_model_parallel_size=4)
+    assert differing_stages(interleaved) == [(0,), (1,), (2,), (3,)]
+    assert len(differing_stages(pipeline(6, num_layers=6))) == 6
 
 
 def test_a_step_with_few_micro_batches_has_no_more_than_those_under_way(server: TraceServer) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from labkit import Workload
+from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.driver import Trace, trace
-from labkit.drivers.trace.server import TraceServer
+from labkit.drivers.trace.server import Limits, TraceServer
+from labkit.drivers.trace.versions import SUPPORTED, trace_versions, unsupported_version
 from labkit.errors import InputError, WorkError
+from tests.drivers.test_pipeline import pipeline
 from tests.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -103,9 +106,88 @@ def test_what_megatron_refuses_is_one_sentence(server: TraceServer) -> None:
     workload = small()
     choice = workload.recompute.model_copy(update={"recompute_modules": ("attention",)})
     broken = workload.model_copy(update={"recompute": choice})
-    with pytest.raises(WorkError, match=r"^small: the trace failed in setup: workload: .*attention") as error:
+    with pytest.raises(Unfinished, match=r"^small: the trace failed in setup: workload: .*attention") as error:
         server.run(broken)
     assert "\n" not in str(error.value)
+    assert (error.value.outcome, error.value.phase) == ("unsupported", "setup")
+
+
+def test_a_hang_and_a_glutton_are_ended_at_their_limits_and_the_server_goes_on() -> None:
+    def hang(iteration: int, phase: str) -> None:
+        if (iteration, phase) == (1, "forward"):
+            for child in children(worker(mine)):
+                os.kill(child, signal.SIGSTOP)
+
+    with TraceServer(limits=Limits(seconds=20)) as mine:
+        assert mine.run(small()).peak_allocated_bytes > 0
+        with pytest.raises(Unfinished) as error:
+            mine.run(small(), on_phase=hang)
+        said = "small: the trace was ended in forward: it took more than 20 s; give it a longer time limit"
+        assert (str(error.value), error.value.outcome, error.value.phase) == (said, "timed_out", "forward")
+        mine._limits = Limits(memory_bytes=2**28)
+        with pytest.raises(Unfinished, match=r"needed more than 0\.25 GiB of host memory; give it a higher") as error:
+            mine.run(small())
+        assert error.value.outcome == "out_of_host_memory"
+        mine._limits = Limits()
+        assert mine.run(small()).peak_allocated_bytes > 0
+
+
+def test_what_an_interrupted_caller_asked_for_is_stopped_and_places_are_free_again() -> None:
+    at_once: set[int] = set()
+
+    def interrupt(iteration: int, phase: str) -> None:
+        at_once.add(len(children(worker(mine))))
+        if phase.startswith("backward"):
+            raise KeyboardInterrupt
+
+    with TraceServer(workers=1) as mine:
+        with pytest.raises(KeyboardInterrupt):
+            mine.run_stages(pipeline(2), on_phase=interrupt)
+        assert at_once == {1}
+        wait_until(lambda: not children(worker(mine)), 5)
+        assert mine.run(small()).peak_allocated_bytes > 0
+
+
+def test_other_versions_are_refused_with_those_that_are_supported() -> None:
+    assert unsupported_version() is None
+    assert SUPPORTED.keys() <= trace_versions().keys()
+
+    def installed(name: str) -> str:
+        return "0.18.1" if name == "megatron-core" else trace_versions()[name]
+
+    assert unsupported_version(installed) == "a trace supports megatron-core 0.19.x, and 0.18.1 is installed"
+
+
+_UNTOUCHED = """
+import sys
+import torch
+sys.modules["transformer_engine"] = None  # without its compiled half Megatron Core does not get past importing it
+import megatron.core.parallel_state
+import megatron.core.transformer.transformer_layer
+from labkit import trace
+from tests.small import small
+
+def everything():
+    names = [name for name in sys.modules if name.partition(".")[0] in ("torch", "megatron")]
+    modules = [sys.modules[name] for name in names]
+    owners = [*modules, *(value for module in modules for value in vars(module).values() if isinstance(value, type))]
+    return {(id(owner), name): value for owner in owners for name, value in list(vars(owner).items())}
+
+before, modules = everything(), set(sys.modules)
+assert trace(small()).peak_allocated_bytes > 0
+after = everything()
+assert before.keys() <= after.keys()
+assert [name for (_, name), value in before.items() if after[_, name] is not value] == []
+assert not torch.cuda.is_available() and not torch.distributed.is_initialized()
+assert not {name for name in set(sys.modules) - modules if name.startswith(("torch", "megatron", "transformer_engine"))}
+"""
+
+
+def test_a_trace_leaves_the_torch_and_megatron_of_its_process_as_they_were() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _UNTOUCHED], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_closing_ends_what_runs(server: TraceServer) -> None:

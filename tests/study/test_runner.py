@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from labkit.drivers.contract import Unfinished
 from labkit.errors import WorkError
 from labkit.study.runner import Cell, Driver, Event, EventKind, run_cells
 from labkit.study.status import examine
@@ -92,6 +93,25 @@ def test_failure_is_recorded_with_its_phase_and_the_rest_still_runs(store: Store
     retry.run(store)
     assert retry.measured == ["[moe_act]"]
     assert state(CELLS[1], store) == "done"
+
+
+def test_an_ended_or_unsupported_measurement_is_recorded_as_what_it_is(store: Store) -> None:
+    def limited(workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> Measured:
+        if workload.recompute.label == "[moe_act]":
+            raise Unfinished("it took more than 600 s", "timed_out", "optimizer")
+        if workload.recompute.label == "[]":
+            raise Unfinished("no shapes for x", "unsupported", "setup")
+        return instant(workload)
+
+    Recorder(limited).run(store)
+    found = [examine(cell, store) for cell in CELLS]
+    assert [(status.state, status.detail) for status, _ in found] == [
+        ("failed", "no shapes for x (in setup)"),
+        ("failed", "it took more than 600 s (in optimizer)"),
+        ("done", ""),
+    ]
+    outcomes = [stored.measurement.outcome for _, stored in found if stored is not None]
+    assert outcomes == ["unsupported", "timed_out", "ok"]
 
 
 def test_unforeseen_exception_of_a_driver_is_a_failure_of_its_cell(store: Store) -> None:

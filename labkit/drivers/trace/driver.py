@@ -2,11 +2,14 @@
 
 import atexit
 import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Self
 
-from labkit.drivers.contract import Measurement
+from labkit.drivers.contract import Measurement, RankRecord
 from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger
-from labkit.summary import Result, Written
+from labkit.summary import RankSummary, Result, Summary, Written
 from labkit.work import WorkRow
 from labkit.workload import Workload
 
@@ -30,12 +33,46 @@ class Trace(Result):
     ) -> None:
         super().__init__(workload, rank, lambda: Written(ledger, peak_reserved_bytes))
         self.measurement = measurement
-        """The contract's record of the same run."""
+        """The contract's record of the same run; of every rank that was traced with this one."""
+
+    def among(self, ranks: Sequence[RankRecord], seconds: float) -> Self:
+        """The same trace as the fullest of several, which took so long in all."""
+        update = {"ranks": tuple(ranks), "wall_seconds": round(seconds, 3)}
+        measurement = self.measurement.model_copy(update=update)
+        return type(self)(
+            self.workload,
+            self.ledger,
+            rank=self.rank,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            measurement=measurement,
+        )
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The result on one page, with every rank that was traced."""
+        update = {"ranks": tuple(map(_summarised, self.measurement.ranks)), "versions": self.measurement.versions}
+        return super().summary.model_copy(update=update)
 
     @property
     def work(self) -> tuple[WorkRow, ...]:
         """What the steady step does, module by module."""
-        return self.measurement.ranks[0].work
+        return next(record.work for record in self.measurement.ranks if record.rank == self.rank)
+
+
+def _summarised(record: RankRecord) -> RankSummary:
+    return RankSummary(
+        rank=record.rank,
+        stages=record.stages,
+        parameters=record.parameters,
+        parameter_bytes=record.parameter_bytes,
+        between_steps_bytes=record.between_steps_bytes,
+        first_step_peak_bytes=record.first_step_peak_bytes,
+        steady_peak_bytes=record.steady_peak_bytes,
+        peak_allocated_bytes=record.peak.peak_allocated_bytes,
+        peak_reserved_bytes=record.peak_reserved_bytes,
+        peak_iteration=record.peak.iteration,
+        peak_phase=record.peak.phase,
+    )
 
 
 class _Shared:
@@ -58,10 +95,17 @@ class _Shared:
 _shared = _Shared()
 
 
-def trace(workload: Workload) -> Trace:
-    """Trace `workload` on rank 0, in a child of a worker process that this process keeps for the next call.
+def trace(workload: Workload, rank: int | None = None) -> Trace:
+    """Trace `workload` in children of a worker process that this process keeps for the next call.
+
+    Args:
+        workload: what is run.
+        rank: which rank; None: one of every pipeline stage that can differ, and the trace is the fullest's
+            (`trace.measurement.ranks` has the figures of all).
 
     Raises:
-        WorkError: the trace failed; one sentence says in which phase and why.
+        InputError: there is no such rank.
+        Unfinished: the trace failed, took too much, or cannot trace that; one sentence says in which phase and why.
     """
-    return _shared.server().run(workload)
+    server = _shared.server()
+    return server.run_stages(workload) if rank is None else server.run(workload, rank=rank)

@@ -5,24 +5,30 @@ leaves behind (`fake_cuda`) must not reach the user's process; a trace that dies
 `multiprocessing`: its children import the user's script, which need not guard itself.
 
 Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "rank",
-"result"}` with the path the result goes to. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then
-`{"id", "done": true}` or `{"id", "error": "what happened"}`. The worker has a process group of its own and kills that
-group when its standard input ends, which happens when the process that started it dies, however it dies.
+"result", "seconds", "memory_bytes"}` with the path the result goes to and the limits, or `{"id", "stop"}`. From it:
+`{"id", "phase": [iteration, name]}` as a trace proceeds, then `{"id", "done": true}` or `{"id", "error": "what
+happened"}`, with an `outcome` where it is none of the workload's doing. The worker has a process group of its own and
+kills that group when its standard input ends, which happens when the process that started it dies, however it dies.
 """
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from labkit.drivers.contract import RankRecord, Unfinished
 from labkit.drivers.trace.process import own_module
+from labkit.drivers.trace.versions import unsupported_version
 from labkit.errors import InputError, WorkError
 from labkit.files import temporary_folder
 from labkit.workload import Workload
+from labkit.workload.stages import differing_stages
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
@@ -36,6 +42,19 @@ _RESTARTS = 1
 """Of a process that was killed: what kills the second one too is no accident."""
 
 
+def usual_workers() -> int:
+    """Children at once where nobody says: 2, or 1 on a single CPU."""
+    return min(2, len(os.sched_getaffinity(0)))
+
+
+class Limits(NamedTuple):
+    """What the trace of one rank may take before it is ended."""
+
+    seconds: float = 600.0
+    memory_bytes: int = 4 * 2**30
+    """Of host memory, resident; the libraries take 0.7 GiB of it."""
+
+
 class _Waiting(NamedTuple):
     """A request that has not been answered."""
 
@@ -46,14 +65,17 @@ class _Waiting(NamedTuple):
 class TraceServer:
     """Traces workloads in children of one prepared process; start it with `with`.
 
-    `run` may be called from several threads at once: each call is a child of its own. A process that was killed fails
-    what it was tracing, and the next `run` starts another, once.
+    `run` and `run_stages` may be called from several threads at once: each rank is traced by a child of its own,
+    `workers` of them at a time, within `limits`. A process that was killed fails what it was tracing, and the next
+    call starts another, once.
 
         with TraceServer() as server:
             trace = server.run(workload)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int | None = None, limits: Limits | None = None) -> None:
+        self._workers = usual_workers() if workers is None else workers
+        self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._answers: dict[int, _Waiting] = {}
         self._last = 0
@@ -72,7 +94,7 @@ class TraceServer:
         # user's process alone, which then ends it in order.
         command, environment = own_module("labkit.drivers.trace.worker")
         self._process = subprocess.Popen(
-            command,
+            [*command, str(self._workers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -104,61 +126,103 @@ class TraceServer:
 
         Raises:
             InputError: there is no such rank, or there are too many.
-            WorkError: the trace failed, or it cannot trace that runtime; one sentence says in which phase and why.
+            Unfinished: the trace failed, was ended at its limits, or cannot trace that; one sentence says in which
+                phase and why.
         """
+        return self._run(workload, {rank: ()}, on_phase)
+
+    def run_stages(self, workload: Workload, on_phase: PhaseCallback | None = None) -> "Trace":
+        """Trace the first rank of every pipeline stage that can differ: the fullest one's trace, with all records.
+
+        Of a stage's ranks the first is taken: expert-parallel ranks are all traced as the busiest, and other tensor
+        ranks hold the same but for batch tensors, which the first has read and the others receive.
+
+        Raises:
+            InputError, Unfinished: as `run`, of any rank; the others are ended.
+        """
+        stages = differing_stages(workload)
+        return self._run(workload, {workload.parallelism.first_rank(like[0]): like for like in stages}, on_phase)
+
+    def _run(
+        self, workload: Workload, stages: Mapping[int, tuple[int, ...]], on_phase: PhaseCallback | None
+    ) -> "Trace":
+        """Trace several ranks; `stages` says which pipeline stages each stands for, if not for its own alone."""
         from labkit.drivers.trace.results import load
 
-        world_size = workload.parallelism.world_size
-        if not 0 <= rank < world_size:
-            raise InputError(f"rank {rank} does not exist; use one from 0 to {world_size - 1}")
-        if world_size > _MOST_RANKS:
-            reason = f"a trace builds the groups of all ranks, and {world_size} are more than {_MOST_RANKS}"
-            raise InputError(f"{workload.model.name}: {reason}; use labkit estimate")
-        if workload.training.runtime != "megatron":
-            reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
-            raise WorkError(f"{workload.model.name}: {reason}; use labkit estimate")
-        with temporary_folder("labkit-trace-") as folder:
-            result = folder / "result.json"
-            identity, answers = self._ask(workload, rank, result)
-            phase = "setup"
-            try:
-                while True:
-                    answer = answers.get()
-                    if "phase" in answer:
-                        iteration, phase = answer["phase"]
-                        if on_phase is not None:
-                            on_phase(iteration, phase)
-                    elif "error" in answer:
-                        raise WorkError(f"{workload.model.name}: the trace failed in {phase}: {answer['error']}")
-                    else:
-                        return load(workload, result)
-            finally:
-                with self._lock:
-                    del self._answers[identity]
-
-    def _ask(self, workload: Workload, rank: int, result: Path) -> tuple[int, queue.SimpleQueue[dict[str, Any]]]:
+        _check(workload, stages)
+        began = time.monotonic()
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        fullest: Trace | None = None
+        records: list[RankRecord] = []
+        with temporary_folder("labkit-trace-") as folder, self._asking(answers) as ask:
+            phases = dict.fromkeys(stages, "setup")
+            asked = {ask(workload, rank, folder / f"{rank}.json"): rank for rank in stages}
+            while len(records) < len(stages):
+                answer = answers.get()
+                rank = asked[answer["id"]]
+                where = f" on rank {rank}" if len(stages) > 1 else ""
+                if "phase" in answer:
+                    iteration, phases[rank] = answer["phase"]
+                    if on_phase is not None:
+                        on_phase(iteration, phases[rank] + where)
+                elif "error" in answer:
+                    outcome = answer.get("outcome", "failed")
+                    ended = "was ended" if outcome in ("timed_out", "out_of_host_memory") else "failed"
+                    reason = f"the trace{where} {ended} in {phases[rank]}: {answer['error']}"
+                    raise Unfinished(f"{workload.model.name}: {reason}", outcome, phases[rank])
+                else:
+                    trace = load(workload, folder / f"{rank}.json")
+                    (record,) = trace.measurement.ranks
+                    records.append(record.model_copy(update={"stages": stages[rank] or record.stages}))
+                    if fullest is None or _fullness(trace) > _fullness(fullest):
+                        fullest = trace
+        assert fullest is not None
+        return fullest.among(sorted(records, key=lambda record: record.rank), time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _asking(self, answers: "queue.SimpleQueue[dict[str, Any]]") -> Iterator[Callable[[Workload, int, Path], int]]:
+        """Requests that share a queue of answers; those that are not over by then are stopped."""
+        asked: list[int] = []
+
+        def ask(workload: Workload, rank: int, result: Path) -> int:
+            asked.append(self._ask(workload, rank, result, answers))
+            return asked[-1]
+
+        try:
+            yield ask
+        finally:
+            with self._lock:
+                for identity in asked:
+                    del self._answers[identity]
+                    with contextlib.suppress(OSError, ValueError):  # it has ended, or `close` has
+                        self._tell({"id": identity, "stop": True})
+
+    def _tell(self, request: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _ask(self, workload: Workload, rank: int, result: Path, answers: "queue.SimpleQueue[dict[str, Any]]") -> int:
         with self._lock:
             if self._process is not None and not self.alive and not self._closed and self._restarts < _RESTARTS:
                 self._restarts += 1
                 _end(self._process)
                 self.start()
             process = self._process
-            if process is None or process.stdin is None or not self.alive:
+            if process is None or not self.alive:
                 if self._restarts and not self._closed:
                     raise WorkError("the trace server was killed twice; is there memory for it?")
                 raise WorkError("the trace server is not running; start it with `with TraceServer() as server`")
             self._last += 1
             identity = self._last
             self._answers[identity] = _Waiting(process, answers)
-            described = workload.model_dump(mode="json")
-            request = {"id": identity, "workload": described, "rank": rank, "result": str(result)}
+            request = {"workload": workload.model_dump(mode="json"), "rank": rank, "result": str(result)}
             try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
+                self._tell({"id": identity, **request, **self._limits._asdict()})
             except (OSError, ValueError):  # a broken pipe, or one that `close` has closed
-                answers.put({"error": _ENDED})
-        return identity, answers
+                answers.put({"id": identity, "error": _ENDED})
+        return identity
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -171,9 +235,31 @@ class TraceServer:
         with self._lock:
             if self._process is process:
                 self._open = False
-            for waiting in self._answers.values():
+            for identity, waiting in self._answers.items():
                 if waiting.process is process:
-                    waiting.answers.put({"error": _ENDED})
+                    waiting.answers.put({"id": identity, "error": _ENDED})
+
+
+def _check(workload: Workload, ranks: Iterable[int]) -> None:
+    """Refuse at once what a trace cannot do."""
+    name, world_size = workload.model.name, workload.parallelism.world_size
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            raise InputError(f"rank {rank} does not exist; use one from 0 to {world_size - 1}")
+    if world_size > _MOST_RANKS:
+        reason = f"a trace builds the groups of all ranks, and {world_size} are more than {_MOST_RANKS}"
+        raise InputError(f"{name}: {reason}; use labkit estimate")
+    if workload.training.runtime != "megatron":
+        reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
+        raise Unfinished(f"{name}: {reason}; use labkit estimate", "unsupported", "setup")
+    refused = unsupported_version()
+    if refused is not None:
+        raise Unfinished(f"{name}: {refused}", "unsupported", "setup")
+
+
+def _fullness(trace: "Trace") -> tuple[int, int]:
+    """For comparison: its peak; of equals the first rank."""
+    return trace.measurement.ranks[0].peak.peak_allocated_bytes, -trace.rank
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ from labkit.workload.gpu import GPUS
 PhaseCallback = Callable[[int, str], None]
 
 _calls = itertools.count()
+
+
+class _Built(NamedTuple):
+    """What is known of a rank when it has been built."""
+
+    stage: int
+    parameters: int
+    """Elements."""
+    parameter_bytes: int
+    names: dict[int, Name]
+    """Of allocations, by their serial."""
 
 
 def trace_here(
@@ -85,9 +97,9 @@ def trace_here(
         enter(tracker)
         enter(compiled.watched_by(tracker.fused))
         enter(counted_by(tracker.work))
-        names = _run(workload, tracker, iterations, phase)
+        built = _run(workload, tracker, iterations, phase)
         # Before Megatron takes its groups and buffers down, which is no part of a step.
-        return _trace(workload, rank, tracker, names, time.monotonic() - started)
+        return _trace(workload, rank, tracker, built, time.monotonic() - started)
 
 
 @contextmanager
@@ -126,8 +138,10 @@ def _manual_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: PhaseCallback) -> dict[int, Name]:
-    """Build and step; returns what is known of allocations by name."""
+def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: PhaseCallback) -> _Built:
+    """Build and step."""
+    from megatron.core import parallel_state
+
     from labkit.drivers import build
     from labkit.drivers.arguments import megatron_arguments
     from labkit.drivers.step import TrainingStep
@@ -170,13 +184,19 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
             step.run()
     for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):
         name(tensor, "optimizer", path)
-    return names
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    return _Built(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        names=names,
+    )
 
 
-def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[int, Name], seconds: float) -> Trace:
+def _trace(workload: Workload, rank: int, tracker: StorageTracker, built: _Built, seconds: float) -> Trace:
     streams = [allocation.maker.stream for allocation in tracker.allocations]
     simulated = simulate_training(tracker.events, streams, workload.training)
-    ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, names, simulated, rank), tracker.moments)
+    ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, built.names, simulated, rank), tracker.moments)
     phases = [
         PhasePeak(
             iteration=peak.iteration,
@@ -193,6 +213,9 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, names: dict[i
         ranks=(
             RankRecord(
                 rank=rank,
+                stages=(built.stage,),
+                parameters=built.parameters,
+                parameter_bytes=built.parameter_bytes,
                 phases=tuple(phases),
                 between_steps_bytes=ledger.between_steps().total(),
                 retained_bytes=ledger.retained().total(),

@@ -1,9 +1,12 @@
 """What decides a trace besides the workload: the versions of everything that takes part."""
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from labkit.workload.behaviour import version_tuple
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = (
@@ -16,6 +19,22 @@ _SOURCES = (
     "drivers/step.py",
     "drivers/trace/*.py",
 )
+
+SUPPORTED = {"torch": (2, 14), "megatron-core": (0, 19), "transformer-engine": (2, 20), "fla-core": (0, 6)}
+"""The minor versions whose Python a trace runs: stand-ins take their places by name and signature there."""
+
+
+def unsupported_version(installed: Callable[[str], str] = version) -> str | None:
+    """Why a trace cannot run on what is installed, with what would do; None where it can."""
+    for name, minor in SUPPORTED.items():
+        supported = f"{'.'.join(map(str, minor))}.x"
+        try:
+            found = installed(name)
+        except PackageNotFoundError:
+            return f"{name} is not installed; a trace needs {supported}"
+        if version_tuple(found)[:2] != minor:
+            return f"a trace supports {name} {supported}, and {found} is installed"
+    return None
 
 
 @cache

@@ -15,9 +15,9 @@ from labkit.memory.layers.linear import global_buffer, norm, norm_parameters
 from labkit.memory.layers.loss import cross_entropy, mean_loss
 from labkit.memory.layers.mtp import prediction_losses, predictions
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.stages import stage_layers
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
+from labkit.workload.stages import stage_layers
 
 
 def front(tape: Tape, workload: Workload, sizes: Sizes) -> Value:

@@ -3,6 +3,7 @@
 from itertools import accumulate
 
 from labkit.workload import Workload
+from labkit.workload.routing import busiest_share
 
 
 def stage_layers(workload: Workload, stage: int) -> list[range]:
@@ -45,3 +46,31 @@ def _layers_of_stage(workload: Workload, stage: int) -> int:
         return last
     middle = layout.pp - (first is not None) - (last is not None)
     return (layers - (first or 0) - (last or 0)) // middle
+
+
+def warmup_passes(workload: Workload, stage: int) -> int:
+    """Forward passes of a stage before its first backward (`schedules.get_pp_rank_microbatches`)."""
+    layout, after = workload.parallelism, workload.parallelism.pp - stage - 1
+    if layout.vpp == 1:
+        return min(after, workload.num_microbatches)
+    passes = 2 * after + (layout.vpp - 1) * layout.microbatch_group
+    return min(passes, workload.num_microbatches * layout.vpp)
+
+
+def differing_stages(workload: Workload) -> list[tuple[int, ...]]:
+    """The pipeline stages, those together that hold the same: middle ones with like layers and as much under way.
+
+    Arguments that no field expresses may divide the layers in another way: with those each stage is by itself.
+    """
+    stages, alike = range(workload.parallelism.pp), dict[object, list[int]]()
+    for stage in stages:
+        ends = stage in (stages[0], stages[-1]) or workload.launch is not None
+        layers = [[_kind(workload, layer) for layer in chunk] for chunk in stage_layers(workload, stage)]
+        alike.setdefault((stage if ends else None, str(layers), warmup_passes(workload, stage)), []).append(stage)
+    return [tuple(together) for together in alike.values()]
+
+
+def _kind(workload: Workload, layer: int) -> object:
+    """What decides the size of a decoder layer."""
+    kind = workload.model.layers[layer]
+    return kind, busiest_share(workload, layer) if kind.mlp == "moe" else None
