@@ -43,9 +43,11 @@ tables.decision(results.decision)
 
 # %% [markdown]
 # Peaks are the largest allocated bytes of one rank (`torch.cuda.max_memory_allocated`). Saved is against the control of
-# the same source. Step time is the published change against the control; replay is what backward computes again each
-# step by the estimate, at the speed the GPU's data sheet allows: a lower bound, for launches, waiting and lost overlap
-# come on top. The CUDA context, NCCL and cached blocks of the allocator come on top of every peak.
+# the same source. Step time is the published change against the control. Replay is what backward runs again each step,
+# at the speed the GPU's data sheet allows: a lower bound, in ms and as a share of the control's whole step at that
+# speed. Launches, waiting and lost overlap come on top, and so does the host's work for each region that is run again:
+# where the host sets the pace, regions tell more than ms. The CUDA context, NCCL and cached blocks of the allocator
+# come on top of every peak.
 
 # %%
 prose.failures(results.cells)

@@ -23,8 +23,9 @@ def decision(frame: pl.DataFrame) -> GT:
 
     Args:
         frame: a study's `decision` frame: candidate, outcome, peak_allocated_bytes (traced), estimated_bytes,
-            published_bytes, saved_bytes (traced), step_time_change (fraction), replay_seconds, replay_flops, fits,
-            verdict, rank.
+            published_bytes, saved_bytes (traced), step_time_change (fraction), step_bound_change (fraction of the
+            control's lower bound), replay_source, replay_seconds, replay_flops, replay_checkpoints, fits, verdict,
+            rank.
     """
     control = pl.int_range(pl.len()) == 0
     rows = _labelled(frame).sort(~control, pl.col("rank"), nulls_last=True, maintain_order=True)
@@ -40,17 +41,23 @@ def decision(frame: pl.DataFrame) -> GT:
         saved="saved_bytes",
         step_time="step_time_change",
         replay_time="replay_seconds",
+        replay_share="step_bound_change",
         replay_flops="replay_flops",
+        replay_checkpoints="replay_checkpoints",
         verdict="verdict",
     )
+    source = frame["replay_source"][0]
     first = [place for place, rank in enumerate(shown["rank"].to_list()) if rank == 1]
     return (
         _table(shown, "decision")
         .tab_spanner("Peak on one rank, GiB", columns=["estimated", "traced", "published"])
-        .tab_spanner("Replay per step, estimated", columns=["replay_time", "replay_flops"])
+        .tab_spanner(
+            f"Replay per step, {source}, lower bound",
+            columns=["replay_time", "replay_share", "replay_flops", "replay_checkpoints"],
+        )
         .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=["estimated", "traced", "published"])
         .fmt(_number(lambda nbytes: _signed(nbytes / GIB, 3).lstrip("+")), columns="saved")
-        .fmt(_number(lambda change: _signed(change * 100, 1)), columns="step_time")
+        .fmt(_number(lambda change: _signed(change * 100, 1)), columns=["step_time", "replay_share"])
         .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
         .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
         .sub_missing(missing_text=_NONE)
@@ -61,11 +68,13 @@ def decision(frame: pl.DataFrame) -> GT:
             saved="Saved, GiB (traced)",
             step_time="Step time, % (published)",
             replay_time="ms",
+            replay_share="% of step",
             replay_flops="TFLOP",
+            replay_checkpoints="regions",
             verdict="Verdict",
         )
         .cols_align("left", columns=["candidate", "fits", "verdict"])
-        .cols_align("right", columns=["rank", "step_time"])
+        .cols_align("right", columns=["rank", "step_time", "replay_share", "replay_checkpoints"])
         .tab_style(style.text(weight="600"), loc.body(rows=first))
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["candidate", "fits"]))
         .tab_style(style.css("min-width: 14em; white-space: normal"), loc.body(columns="verdict"))

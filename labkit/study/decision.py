@@ -1,7 +1,8 @@
 """Which recompute choice to try first, and why, in plain language.
 
 Peaks are the traced ones. What a choice costs is the measured increase of the step time where every choice has one
-(published figures), else the estimator's time for what backward replays; the sentences say which.
+(published figures), else a lower bound for what backward replays: the trace's, or the estimator's where a trace has not
+counted it. The sentences say which.
 
 With a target (stated, or the GPU's memory when the control does not fit it): the cheapest choice that meets it.
 Without: a choice that another one undercuts at no higher peak is out; the rest are ranked by bytes saved per second.
@@ -21,6 +22,9 @@ MATERIAL = 1e-3
 depend on the order of requests, move a peak by as much."""
 
 _WITHOUT_ACTIVATIONS = {"setup": "setup", "grad_sync": "gradient synchronisation", "optimizer": "the optimizer step"}
+
+
+_REPLAY = {"traced": "traced replay at the GPU's full speed", "estimated": "estimated replay time"}
 
 
 class Decision(NamedTuple):
@@ -96,9 +100,12 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
 def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
     """The figures of each candidate side by side, in study order."""
     by_source = {(row["candidate"], row["source"]): row for row in cells.iter_rows(named=True)}
+    passed = [row for (_, source), row in by_source.items() if source == "traced" and row["outcome"] == "ok"]
+    # One source for all, or they could not be ranked.
+    source = "traced" if passed and all(row["replay_seconds"] is not None for row in passed) else "estimated"
     rows = []
     for label in dict.fromkeys(cells["candidate"]):
-        traced, estimated = by_source[label, "traced"], by_source[label, "estimated"]
+        traced, estimated, replay = (by_source[label, name] for name in ("traced", "estimated", source))
         published = by_source.get((label, "published"), {})
         rows.append(
             {
@@ -112,15 +119,19 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
                 "saved_bytes": traced["saved_bytes"],
                 "peak_phase": traced["peak_phase"],
                 "step_time_ms": published.get("step_time_ms"),
-                "replay_seconds": estimated["replay_seconds"],
-                "replay_flops": estimated["replay_flops"],
+                "replay_source": source,
+                "replay_seconds": replay["replay_seconds"],
+                "replay_flops": replay["replay_flops"],
+                "replay_checkpoints": replay["replay_checkpoints"],
+                "step_seconds": replay["step_seconds"],
                 "differs_in": traced["differs_in"],
                 "warnings": traced["warnings"],
             }
         )
-    before = next(row["step_time_ms"] for row in rows if row["is_control"])
+    control = next(row for row in rows if row["is_control"])
     for row in rows:
-        row["step_time_change"] = row["step_time_ms"] / before - 1 if row["step_time_ms"] and before else None
+        for change, time in (("step_time_change", "step_time_ms"), ("step_bound_change", "step_seconds")):
+            row[change] = row[time] / control[time] - 1 if row[time] and control[time] else None
     return rows
 
 
@@ -136,7 +147,7 @@ def _choices(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> list[_C
             price = f"{milliseconds:.1f} ms a step ({row['step_time_change']:+.1%}, published step time)"
         else:
             milliseconds = (row["replay_seconds"] - control["replay_seconds"]) * 1e3
-            price = f"{milliseconds:.1f} ms a step (estimated replay time, a lower bound)"
+            price = f"{milliseconds:.1f} ms a step ({_REPLAY[row['replay_source']]}, a lower bound)"
         choices.append(
             _Choice(
                 label=row["candidate"],
@@ -265,8 +276,11 @@ def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
         "saved_bytes": pl.Int64,
         "peak_phase": pl.String,
         "step_time_change": pl.Float64,
+        "step_bound_change": pl.Float64,
+        "replay_source": pl.String,
         "replay_seconds": pl.Float64,
         "replay_flops": pl.Int64,
+        "replay_checkpoints": pl.Int64,
         "fits": pl.Boolean,
         "verdict": pl.String,
         "rank": pl.Int64,

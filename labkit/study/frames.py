@@ -5,6 +5,7 @@ Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estima
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from labkit.drivers.contract import Measurement
 from labkit.ledger import Ledger
 from labkit.study.status import reason
 from labkit.summary import CATEGORIES, Result, category
+from labkit.work import WorkRow, replay, total
 
 if TYPE_CHECKING:
     from labkit.study.results import CandidateResult, Results
@@ -35,14 +37,18 @@ CELLS = {
     "replay_flops": pl.Int64,
     "replay_hbm_bytes": pl.Int64,
     "replay_seconds": pl.Float64,
+    "replay_checkpoints": pl.Int64,
+    "step_seconds": pl.Float64,
     "differs_in": pl.String,
     "warnings": pl.String,
     "saved_bytes": pl.Int64,
     "error_vs_published": pl.Float64,
 }
-"""`differs_in`: fields outside the recompute choice in which a candidate differs from the control, so that it is not
-matched; null if none. `warnings`: why some of its choices do nothing. `saved_bytes`: the control's peak less its own,
-both of one source. `error_vs_published`: (own peak - published peak) / published peak."""
+"""`replay_...`: what backward runs again each step; a trace has counted it (`labkit.work`), an estimate adds it up.
+`step_seconds`: of all that the step does, a lower bound like `replay_seconds`. `differs_in`: fields outside the
+recompute choice in which a candidate differs from the control, so that it is not matched; null if none. `warnings`: why
+some of its choices do nothing. `saved_bytes`: the control's peak less its own, both of one source.
+`error_vs_published`: (own peak - published peak) / published peak."""
 
 BREAKDOWN = {"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64}
 TIMELINE = {
@@ -115,17 +121,30 @@ def _held(result: Result) -> dict[str, Any]:
 
 
 def _replay(result: "CandidateResult") -> dict[str, Any]:
-    replay = result.estimate.replay
+    guessed = result.estimate.replay
     return {
-        "replay_flops": replay.flops,
-        "replay_hbm_bytes": replay.hbm_bytes,
-        "replay_seconds": replay.seconds,
+        "replay_flops": guessed.flops,
+        "replay_hbm_bytes": guessed.hbm_bytes,
+        "replay_seconds": guessed.seconds,
+    }
+
+
+def _worked(rows: Sequence[WorkRow]) -> dict[str, Any]:
+    if not rows:
+        return {}
+    again = replay(rows)
+    return {
+        "replay_flops": again.flops,
+        "replay_hbm_bytes": again.hbm_bytes,
+        "replay_seconds": again.seconds,
+        "replay_checkpoints": again.checkpoints,
+        "step_seconds": total(rows).seconds,
     }
 
 
 def _traced(result: "CandidateResult") -> dict[str, Any]:
     if result.traced is not None:
-        return {"outcome": "ok", **_held(result.traced)}
+        return {"outcome": "ok", **_held(result.traced), **_worked(result.traced.work)}
     if result.measurement is not None and result.measurement.failure is not None:
         return {"outcome": result.measurement.outcome, "failure": reason(result.measurement.failure)}
     return {"outcome": "missing", "failure": result.status.detail or None}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
+import pytest
 
 from labkit.study.decision import Decision, Limit, decide
 from labkit.study.frames import CELLS
@@ -68,6 +69,21 @@ def test_without_step_times_the_estimated_replay_decides_and_is_named() -> None:
     assert ranks(decision) == {"[moe_act]": 1}
     assert "for 4.0 ms a step (estimated replay time, a lower bound)" in decision.sentences[0]
     assert decision.frame["step_time_change"].null_count() == 6
+
+
+def test_a_traced_replay_takes_the_estimates_place() -> None:
+    rows = [(label, peak, phase, None, replay) for label, peak, phase, _, replay in MOONLIGHT]
+    traced = {
+        label.strip("[]"): {"replay_seconds": 2 * replay, "replay_checkpoints": 9, "step_seconds": 0.1 + 2 * replay}
+        for label, _, _, _, replay in rows
+    }
+    decision = decide(frame(rows, **traced), H100)
+    assert "for 8.0 ms a step (traced replay at the GPU's full speed, a lower bound)" in decision.sentences[0]
+    chosen = decision.frame.row(4, named=True)
+    assert (chosen["replay_source"], chosen["replay_checkpoints"]) == ("traced", 9)
+    assert chosen["step_bound_change"] == pytest.approx(0.08)
+    del traced["core_attn"]
+    assert "estimated replay time" in decide(frame(rows, **traced), H100).sentences[0], "one source for all"
 
 
 def test_what_fits_only_without_cached_blocks_is_called_tight() -> None:

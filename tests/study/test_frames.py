@@ -1,5 +1,6 @@
 """The frames carry a study's figures exactly, source by source."""
 
+from dataclasses import replace
 from typing import Literal
 
 import polars as pl
@@ -13,14 +14,34 @@ from labkit.study.matrix import Candidate, Matrix
 from labkit.study.results import CandidateResult, Results
 from labkit.study.status import CellStatus
 from labkit.summary import CATEGORIES, Result, Written
+from labkit.work import WorkRow
 from labkit.workload import Workload
 from tests.study.builder import ledger, measured, small
 
 MB = 10**6
 
 
+FORWARD = WorkRow(
+    module="decoder.layers.*.mlp",
+    phase="forward",
+    launches=4,
+    flops=80,
+    hbm_bytes=60,
+    communicated_bytes=9,
+    seconds=0.08,
+)
+REPLAYED = FORWARD.model_copy(
+    update={"phase": "backward", "replayed": True, "checkpoints": 3, "flops": 20, "hbm_bytes": 6, "seconds": 0.02}
+)
+
+
 class Traced(Result):
     certainty: Literal["traced"] = "traced"
+    work: tuple[WorkRow, ...] = (FORWARD, REPLAYED)
+
+
+class Uncounted(Traced):
+    work: tuple[WorkRow, ...] = ()
 
 
 def published(workload: Workload, peak: int, step_time_ms: float) -> Measurement:
@@ -100,7 +121,18 @@ def test_traced_row_holds_the_ledgers_figures(results: Results) -> None:
     assert control["error_vs_published"] == pytest.approx((21 * MB + 512) / (22 * MB) - 1)
     candidate = row(results.cells, "[moe_act]", "traced")
     assert candidate["saved_bytes"] == 2 * MB
-    assert candidate["replay_seconds"] is None
+    assert (candidate["replay_flops"], candidate["replay_hbm_bytes"]) == (20, 6)
+    assert (candidate["replay_seconds"], candidate["replay_checkpoints"]) == (0.02, 3)
+    assert candidate["step_seconds"] == pytest.approx(0.1)
+
+
+def test_a_trace_that_did_not_count_leaves_the_estimate_to_price(results: Results) -> None:
+    counted = results.candidates[1]
+    traced = Uncounted(counted.candidate.workload, 0, lambda: Written(ledger(0), 40 * MB))
+    uncounted = Results(results.matrix, (results.candidates[0], replace(counted, traced=traced)))
+    assert row(uncounted.cells, "[moe_act]", "traced")["replay_seconds"] is None
+    assert set(uncounted.decision["replay_source"]) == {"estimated"}
+    assert set(results.decision["replay_source"]) == {"traced"}
 
 
 def test_estimated_row_prices_the_replay_and_published_row_the_step(results: Results) -> None:
