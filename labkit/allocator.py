@@ -160,6 +160,10 @@ class Allocator:
         block.free = True
         self._put_back(block)
 
+    def holds(self, name: object) -> bool:
+        """Whether the name has a block."""
+        return name in self._used
+
     def lift_limit(self) -> None:
         """From here on the device gives whatever is asked for."""
         self._device = self._allowed = _UNLIMITED

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "workload": GROUND,
     "ledger": TABLE,
     "allocator": TABLE,
+    "snapshot": TABLE,
     "summary": TABLE,
     "work": GROUND,
     "comparison": GROUND | {"ledger"},
