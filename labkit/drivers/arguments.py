@@ -203,6 +203,7 @@ def _kernels(workload: Workload) -> dict[str, Any]:
     kernels = workload.training.kernels
     return {
         "attention_backend": AttnBackend[kernels.attention_backend],
+        "deterministic_mode": kernels.deterministic_mode,
         "bias_gelu_fusion": kernels.bias_activation_fusion,
         "bias_swiglu_fusion": kernels.bias_activation_fusion,
         "use_fused_weighted_squared_relu": kernels.use_fused_weighted_squared_relu,

@@ -68,8 +68,9 @@ _SAME = {
     "expert_model_parallel_size sequence_parallel cp_comm_type virtual_pipeline_model_parallel_size "
     "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split",
-    "kernels": "attention_backend bias_activation_fusion use_fused_weighted_squared_relu bias_dropout_fusion "
-    "apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    "kernels": "attention_backend deterministic_mode bias_activation_fusion use_fused_weighted_squared_relu "
+    "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion "
+    "cross_entropy_fusion_impl",
     "expert_kernels": "moe_grouped_gemm moe_token_dispatcher_type moe_permute_fusion moe_router_fusion "
     "moe_shared_expert_overlap",
     "recompute": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
@@ -95,7 +96,6 @@ EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())
 """Arguments (`dest`) that become fields, or that `fields` itself judges."""
 
 _MEANING = {
-    "deterministic_mode": "deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
     "transformer_impl": "taken as Transformer Engine's layers",
     "fp8": "FP8 copies of weights and activations; taken as bf16 throughout",
     "fp8_param_gather": "parameters in FP8; taken as bf16",
@@ -128,16 +128,15 @@ _MEANING = {
     "disable_jit_fuser": "compiled regions run eagerly and keep more",
 }
 _ENVIRONMENT = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("1", "deterministic attention kernels have other workspaces"),
     "NVTE_FLASH_ATTN": ("1", "flash-attention is switched off"),
     "NVTE_CUTEDSL_FUSED_GROUPED_MLP": ("0", "another kernel for the experts' MLP"),
 }
 """Variables that change what is allocated, the value that is labkit's, and what another one means."""
-_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
-"""A field of its own."""
+_WORKSPACES, _NONDETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+"""Fields of their own."""
 
 
-_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES)
+_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES, _NONDETERMINISTIC)
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
 
 
@@ -319,23 +318,16 @@ class _Mapping:
     def _kernels(self, environment: Mapping[str, str]) -> dict[str, Any]:
         kernels = self._same("kernels")
         backend = kernels["attention_backend"]
-        if backend == "auto":
-            kernels["attention_backend"], why = self._chosen_backend(environment)
-            self.assumed.append(f"--attention-backend auto: {kernels['attention_backend']}, {why}")
-        elif backend not in ("fused", "flash", "unfused"):
+        if backend == "auto" and self.values["transformer_impl"] == "local":
+            kernels["attention_backend"] = "unfused"
+            self.assumed.append("--attention-backend auto: unfused, as Megatron Core's own attention is")
+        elif backend not in ("fused", "flash", "unfused", "auto"):
             kernels["attention_backend"] = "unfused"
             self._lose("attention_backend", "taken as unfused")
         if self.config["multi_latent_attention"] and self.config["rope_type"] != "rope":
             kernels["apply_rope_fusion"] = False  # Megatron Core fuses only the YaRN form
+        kernels["deterministic_attention"] = environment.get(_NONDETERMINISTIC) == "0"
         return {**kernels, **self._expert_kernels()}
-
-    def _chosen_backend(self, environment: Mapping[str, str]) -> tuple[str, str]:
-        """What runs on Hopper with flash-attention installed (`get_attention_backend`), and why."""
-        if self.values["transformer_impl"] == "local":
-            return "unfused", "as Megatron Core's own attention is"  # `DotProductAttention`
-        if environment.get("NVTE_FUSED_ATTN") == "0":
-            return "flash", "as NVTE_FUSED_ATTN=0 leaves it"
-        return "fused", "what Transformer Engine prefers on Hopper"
 
     def _expert_kernels(self) -> dict[str, Any]:
         if not self.config["num_moe_experts"]:
@@ -391,7 +383,7 @@ class _Mapping:
     def _environment(self, environment: Mapping[str, str]) -> list[str]:
         """The variables that somebody reads, and what those that matter mean."""
         for name, (same, meaning) in _ENVIRONMENT.items():
-            if environment.get(name, same) != same and not self._unread(name):
+            if environment.get(name, same) != same:
                 self.priced_not.append(f"{name}={environment[name][:80]}: {meaning}")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if environment.get(name):
@@ -405,10 +397,6 @@ class _Mapping:
             and not name.startswith(_SILENT_VARIABLES)
             and value != _ENVIRONMENT.get(name, ("",))[0]
         ]
-
-    def _unread(self, name: str) -> bool:
-        """Unfused attention is PyTorch's own operations."""
-        return name.startswith("NVTE_ALLOW") and self.config["attention_backend"] == "unfused"
 
     def _rest(self) -> None:
         for dest, value in self.given.items():

@@ -19,6 +19,7 @@ from labkit.importers.fields import Arguments, Fields, fields, known_gpu
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
+from labkit.workload.attention_backends import attention_backend
 from labkit.workload.files import text_of
 from labkit.workload.gpu import GPUS
 
@@ -141,8 +142,9 @@ def import_text(
         found = fields(read, name=name, gpu=stated, environment=launch.environment)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    assumed = [*_world_note(launch, found.mapping), *found.assumed]
-    return Imported(_checked(found, source), found.not_priced, found.not_expressed, assumed)
+    workload = _checked(found, source)
+    assumed = [*_world_note(launch, found.mapping), *found.assumed, *_backend_note(workload)]
+    return Imported(workload, found.not_priced, found.not_expressed, assumed)
 
 
 def _checked(found: Fields, source: str) -> Workload:
@@ -162,6 +164,13 @@ def _text(path: Path | None, source: str) -> str:
         return content
 
     return text_of(read, source, encoding="utf-8-sig")
+
+
+def _backend_note(workload: Workload) -> list[str]:
+    if workload.training.kernels.attention_backend != "auto":
+        return []
+    chosen = attention_backend(workload)
+    return [f"--attention-backend auto: {chosen}, as Transformer Engine chooses with flash-attention installed"]
 
 
 def _world_note(launch: Launch, mapping: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from labkit.memory.outline import block, outline, outline_of, tensor
 from labkit.memory.script import Steps
 from labkit.memory.units import Recorder, Unit
 from labkit.workload import Batch, Parallelism, Recompute, Workload
+from labkit.workload.attention_backends import attention_backend
 from labkit.workload.kernels import length_choices
 from labkit.workload.routing import FINEST_SHARE
 
@@ -104,7 +105,7 @@ def _check_magnitude(case: Workload) -> None:
     """Refuse a workload whose bytes, or rows times the numerator of a share, do not fit an array's integers."""
     model, batch = case.model, case.batch
     tokens, moe = batch.micro_batch_size * batch.seq_length, model.mixture_of_experts
-    squares = batch.create_attention_mask_in_dataloader or case.training.kernels.attention_backend == "unfused"
+    squares = batch.create_attention_mask_in_dataloader or attention_backend(case) == "unfused"
     pairs = tokens * batch.seq_length if squares else tokens
     largest = max(_integers(model.model_dump()))
     chosen = 1 if moe is None else moe.num_moe_experts
@@ -137,7 +138,7 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
         parts = [number(getattr(case, name)) for name in rest]
         batch = [getattr(case.batch, name) for name in rest_of_batch]
         learned = case.model.position_embedding_type == "learned_absolute"
-        if learned or case.training.kernels.attention_backend != "fused":
+        if learned or attention_backend(case) != "fused":
             batch.append(length_choices(case))
         if case.training.runtime == "lora":
             batch.append(case.batch.seq_length)  # packed batches are no arrays

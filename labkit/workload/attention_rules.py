@@ -1,19 +1,18 @@
 """Rules of attention layers (see `labkit.workload.rules`).
 
 Sources: `TransformerConfig.__post_init__`, `MLATransformerConfig.__post_init__`, `transformer/attention.py` of
-Megatron Core; `get_attention_backend` and `fused_attn.cpp` of Transformer Engine.
+Megatron Core; which kernels there are is `labkit.workload.attention_backends`.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from labkit.workload.attention_backends import attention_backend, backend_refusal
 from labkit.workload.finding import Finding
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
 
-_WIDEST_HEAD = 256
-"""Of cuDNN's and flash-attention's kernels on Hopper."""
 _LONGEST_RING = 512
 """labkit's own bound: every step's kernel has an output of its own. The largest runs known take 64 ranks."""
 
@@ -27,8 +26,8 @@ def attention_findings(workload: "Workload") -> Iterator[Finding]:
         yield from _latent(workload)
     if mixers & {"attention", "mla"}:
         yield from _rotary(workload)
-        yield from _kernels(workload)
         yield from _context(workload)
+        yield from _kernels(workload)
 
 
 def _heads(workload: "Workload") -> Iterator[Finding]:
@@ -92,28 +91,18 @@ def _rotary(workload: "Workload") -> Iterator[Finding]:
 
 
 def _kernels(workload: "Workload") -> Iterator[Finding]:
-    model, mla = workload.model, workload.model.multi_latent_attention
-    backend = workload.training.kernels.attention_backend
-    widths = {"model.kv_channels": model.head_width}
-    if mla is not None:
-        at = "model.multi_latent_attention."
-        widths = {f"{at}qk_head_dim": mla.qk_head_dim + mla.qk_pos_emb_head_dim, f"{at}v_head_dim": mla.v_head_dim}
-    for field, width in widths.items():
-        if backend != "unfused" and (width % 8 or width > _WIDEST_HEAD):
-            reason = f"the {backend} kernel takes heads of a multiple of 8 elements up to {_WIDEST_HEAD}, not {width}"
-            yield Finding("error", field, reason, "use such a width or training.kernels.attention_backend: unfused")
+    refused = backend_refusal(workload, attention_backend(workload))
+    if refused is not None:
+        yield Finding("error", *refused)
 
 
 def _context(workload: "Workload") -> Iterator[Finding]:
     """`get_attention_backend` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine."""
     model, layout = workload.model, workload.parallelism
-    tp, cp, backend = layout.tp, layout.cp, workload.training.kernels.attention_backend
+    tp, cp = layout.tp, layout.cp
     if cp == 1:
         return
-    if backend == "unfused":
-        reason = "unfused attention has no context parallelism"
-        yield Finding("error", "training.kernels.attention_backend", reason, "use fused or context_parallel_size 1")
-    elif backend == "flash" and layout.cp_comm_type == "all_gather":
+    if attention_backend(workload) == "flash" and layout.cp_comm_type == "all_gather":
         reason = "flash with all_gather is not supported by this version of labkit"
         yield Finding("error", "parallelism.cp_comm_type", reason, "use p2p, a2a or attention_backend fused")
     if layout.cp_comm_type == "p2p" and cp > _LONGEST_RING:

@@ -30,6 +30,8 @@ class LengthChoices(NamedTuple):
     """Parts of the keys that flash-attention's forward works on side by side."""
     flash_splits_of_half: int
     """The same for the late half of a context-parallel rank's queries."""
+    flash_sums: int
+    """Sums of the queries' gradient that flash-attention's backward keeps apart."""
     learned_positions: int
     """Rows of the table of learned positions: Megatron's `max_sequence_length`."""
 
@@ -55,6 +57,7 @@ def length_choices(workload: "Workload") -> LengthChoices:
         batch * (sequence // cp) >= _FEWEST_PREPARED_ROWS,
         whole,
         half,
+        flash_sums(batch, heads_seen, multiprocessors) if workload.training.kernels.attends_deterministically else 1,
         sequence if model.position_embedding_type == "learned_absolute" else 0,
     )
 
@@ -84,3 +87,8 @@ def flash_splits(batch: int, heads: int, rows: tuple[int, int], width: int, mult
     waves = {n: query_blocks * n / places for n in eligible}
     efficiency = {n: waves[n] / ceil(waves[n]) for n in eligible}
     return next(n for n in eligible if efficiency[n] >= 0.85 * max(efficiency.values()))
+
+
+def flash_sums(batch: int, heads: int, multiprocessors: int) -> int:
+    """flash-attention 2.8, `flash_api.cpp`: `mha_bwd`, deterministic: a sum of dQ for each block at work on a head."""
+    return ceil(multiprocessors / (batch * heads))

@@ -7,6 +7,7 @@ that is theirs names the field they reject.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from labkit.workload.attention_backends import attention_backend
 from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, version_tuple
 from labkit.workload.caching import allocator_findings
@@ -26,6 +27,7 @@ def findings(workload: "Workload") -> list[Finding]:
     if unknown := list(pattern_symbols(workload)):
         return unknown
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
+    found += _determinism(workload)
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
@@ -57,6 +59,19 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     if workload.launch is not None and workload.launch.arguments:
         reason = f"an estimate does not price {', '.join(workload.launch.arguments)}"
         yield Finding("warning", "launch.arguments", reason, remedy)
+
+
+def _determinism(workload: "Workload") -> Iterator[Finding]:
+    """`megatron.training.determinism`; Megatron Core's own branches."""
+    kernels, at = workload.training.kernels, "training.kernels.deterministic_mode"
+    if not kernels.deterministic_mode:
+        return
+    if kernels.cross_entropy_loss_fusion:
+        remedy = "set training.kernels.cross_entropy_loss_fusion: false"
+        yield Finding("error", at, "the fused cross entropy is not deterministic", remedy)
+    if any(layer.mixer == "gdn" for layer in workload.model.kinds):
+        reason = "the gated delta rule without its kernel is not supported by this version of labkit"
+        yield Finding("error", at, reason, "leave it off")
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:
@@ -333,7 +348,7 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
 
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
     kinds = {layer.mlp for layer in workload.model.kinds}
-    backend = workload.training.kernels.attention_backend
+    backend = attention_backend(workload)
     idle = {
         "core_attn": (
             backend != "unfused" and workload.training.runtime == "megatron",

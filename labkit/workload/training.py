@@ -16,7 +16,12 @@ FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Kernels(Part):
     """Choices among Megatron Core's and Transformer Engine's implementations (`TransformerConfig`)."""
 
-    attention_backend: Literal["fused", "flash", "unfused"] = "fused"
+    attention_backend: Literal["fused", "flash", "unfused", "auto"] = "fused"
+    """`auto`: what Transformer Engine chooses (`labkit.workload.attention_backends`)."""
+    deterministic_mode: bool = False
+    """Deterministic operations throughout (`--deterministic-mode`), attention's included."""
+    deterministic_attention: bool = False
+    """Those of attention alone (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`)."""
     bias_activation_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
     """One kernel for squared ReLU and the weights of routed rows, in experts."""
@@ -32,6 +37,11 @@ class Kernels(Part):
     moe_permute_fusion: bool = True
     moe_router_fusion: bool = False
     moe_shared_expert_overlap: bool = False
+
+    @property
+    def attends_deterministically(self) -> bool:
+        """Attention's backward is deterministic."""
+        return self.deterministic_mode or self.deterministic_attention
 
 
 class DataParallel(Part):
@@ -105,8 +115,10 @@ class Training(Part):
     @property
     def workspaces(self) -> WorkspaceBytes:
         """Of the libraries on this GPU."""
-        gpu = GPUS[self.gpu]
-        return WorkspaceBytes(gpu.gemm_workspace_bytes, gpu.cublas_workspace_bytes(self.cublas_workspace_config))
+        gpu, config = GPUS[self.gpu], self.cublas_workspace_config
+        if self.kernels.deterministic_mode and config is None:
+            config = ":4096:8"  # `megatron.training.determinism`
+        return WorkspaceBytes(gpu.gemm_workspace_bytes, gpu.cublas_workspace_bytes(config))
 
     @property
     def steps_optimizer(self) -> bool:

@@ -41,6 +41,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ALL_TO_ALL | LATENT | {"model.num_attention_heads": 6},
         "2 ranks cannot share the 3 of a tensor-parallel rank",
     ),
+    ({"training.gpu": "a100-80gb", "model.kv_channels": 192}, "a multiple of 8 elements up to 128, not 192"),
+    ({"training.gpu": "gb200-186gb", "model.kv_channels": 192}, "a multiple of 8 elements up to 128, not 192"),
+    (
+        {"training.gpu": "a100-80gb", "training.kernels.deterministic_attention": True},
+        "backward is deterministic from Hopper on",
+    ),
+    (
+        {
+            "training.gpu": "b200-180gb",
+            "training.kernels.deterministic_attention": True,
+            "model.attention_dropout": 0.1,
+        },
+        "deterministic backward has no attention_dropout",
+    ),
+    (
+        {"training.kernels.deterministic_mode": True, "training.kernels.cross_entropy_fusion_impl": "native"},
+        "the fused cross entropy is not deterministic",
+    ),
     ({"batch.seq_length": 255}, "2 does not divide a rank's tokens under sequence_parallel (255)"),
     (
         {

@@ -175,31 +175,30 @@ def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[s
     assert found[name]["not_expressed"] == []
     assert found[name]["not_priced"] == [
         "--moe-router-load-balancing-type sinkhorn: taken as none",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: deterministic attention kernels have other workspaces",
-        "--deterministic-mode: deterministic algorithms of PyTorch and Transformer Engine have other workspaces",
         "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
     ]
     assert found[name]["workload"]["launch"] == {
         "arguments": [
             "--moe-router-load-balancing-type sinkhorn",
-            "--deterministic-mode",
             "--num-distributed-optimizer-instances 2",
         ],
-        "environment": ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"],
+        "environment": [],
     }
+    assert found[name]["workload"]["training"]["kernels"]["deterministic_mode"]
+    assert found[name]["workload"]["training"]["kernels"]["deterministic_attention"]
+    assert found[name]["workload"]["training"]["cublas_workspace_config"] == ":4096:8"
     assert found[name]["workload"]["batch"]["create_attention_mask_in_dataloader"]
     assert not found[name]["workload"]["training"]["kernels"]["moe_grouped_gemm"]
 
 
 def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:
     chosen = {
-        name.split("/")[1]: (one["workload"]["training"]["kernels"]["attention_backend"], one["assumed"])
+        name.split("/")[1]: one["workload"]["training"]["kernels"]["attention_backend"]
         for name, one in found.items()
-        if name in JOBS and any("auto" in each for each in one["assumed"])
+        if name in JOBS
     }
-    assert chosen["gpt3_mcore_tp1_pp4"][0] == "unfused"
-    fused = "--attention-backend auto: fused, what Transformer Engine prefers on Hopper"
-    assert fused in chosen["gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer"][1]
+    assert chosen["gpt3_mcore_tp1_pp4"] == "unfused"  # Megatron Core's own
+    assert chosen["gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer"] == "auto"
 
 
 def test_hybrid_pattern_marks_stages(found: dict[str, Found]) -> None:

@@ -16,7 +16,7 @@ from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.te_shapes import attention_flops, seen_pairs
 from labkit.drivers.trace.work import launched
 from labkit.workload.gpu import Gpu
-from labkit.workload.kernels import flash_splits
+from labkit.workload.kernels import flash_splits, flash_sums
 
 _ROWS_OF_A_BLOCK = 128
 
@@ -49,29 +49,34 @@ def _forward(
     return output, statistics, torch.empty(2, dtype=torch.int64, device=query.device)
 
 
-def _backward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(query: Tensor, key: Tensor, value: Tensor, sums: int, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `mha_bwd`."""
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    _launch_backward(query, key, value, causal=causal)
+    _launch_backward(query, key, value, sums, causal=causal)
     return gradients
 
 
-def _launch_backward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> None:
+def _launch_backward(query: Tensor, key: Tensor, value: Tensor, sums: int, *, causal: bool) -> None:
     """Reads what forward read, its output and the gradient, and writes three gradients."""
     flops = _flops(query, key, value, causal=causal, backward=True)
     launched(flops, [query, key, value] * 2, [query] * 2)
-    _scratch(query, key)
+    _scratch(query, key, sums)
 
 
-def _scratch(query: Tensor, key: Tensor) -> None:
+def _scratch(query: Tensor, key: Tensor, sums: int) -> None:
     """What `mha_bwd` holds while it runs: fp32 sums of dQ, and dK and dV of every query head."""
     batch, rows, heads, width = query.shape
     padded = -(-rows // _ROWS_OF_A_BLOCK) * _ROWS_OF_A_BLOCK
-    wide = [(batch, heads, padded), (batch, padded, heads, _rounded_width(width))]
+    wide = [(batch, heads, padded), (sums, batch, padded, heads, _rounded_width(width))]
     scratch = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in wide]
     if key.shape[2] != heads:
         every_head = (batch, key.shape[1], heads, width)
         scratch += [torch.empty(every_head, dtype=key.dtype, device=key.device) for _ in range(2)]
+
+
+def _sums(query: Tensor, multiprocessors: int, *, deterministic: bool) -> int:
+    """Sums of dQ that are kept apart."""
+    return flash_sums(query.shape[0], query.shape[2], multiprocessors) if deterministic else 1
 
 
 class _FlashAttnFunc(torch.autograd.Function):
@@ -79,17 +84,25 @@ class _FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, multiprocessors: int, causal: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout: float,
+        multiprocessors: int,
+        causal: bool,
+        deterministic: bool,
     ) -> Tensor:
         output, statistics, state = _forward(query, key, value, dropout, multiprocessors, causal=causal)
         ctx.causal = causal
         ctx.save_for_backward(query, key, value, output, statistics, state)
+        ctx.sums = _sums(query, multiprocessors, deterministic=deterministic)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, _, _ = ctx.saved_tensors
-        return (*_backward(query, key, value, causal=ctx.causal), None, None, None)
+        return (*_backward(query, key, value, ctx.sums, causal=ctx.causal), None, None, None, None)
 
 
 def replacements(gpu: Gpu) -> Iterator[Replacement]:
@@ -99,7 +112,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     found = utils.FlashAttentionUtils
 
     def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *rest: Any, **options: Any) -> Any:
-        return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors, options["causal"])
+        choices = options["causal"], options["deterministic"]
+        return _FlashAttnFunc.apply(query, key, value, dropout_p, gpu.multiprocessors, *choices)
 
     def flash_attn_fwd(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Any:
         causal = options["causal"]
@@ -109,7 +123,8 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     def flash_attn_bwd(
         gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, causal: bool, **options: Any
     ) -> None:
-        _launch_backward(query, key, value, causal=causal)
+        sums = _sums(query, gpu.multiprocessors, deterministic=options["deterministic"])
+        _launch_backward(query, key, value, sums, causal=causal)
 
     yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
     # What context parallelism calls: `_flash_attn_forward` and `_flash_attn_backward` of the package.

@@ -107,8 +107,10 @@ def _process_group(workload: Workload, rank: int) -> Iterator[None]:
     """A world of which only `rank` exists: collectives return at once."""
     world_size = workload.parallelism.world_size
     # Megatron asks the environment for the ranks of a node, and writes its choice of attention kernel there.
-    environment = dict(os.environ)
+    environment, deterministic = dict(os.environ), torch.are_deterministic_algorithms_enabled()
     os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    if workload.training.kernels.deterministic_attention:
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if workload.launch is not None:
         if "--use-megatron-fsdp" in workload.launch.words:
             del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # Megatron asks for it to be unset
@@ -121,6 +123,7 @@ def _process_group(workload: Workload, rank: int) -> Iterator[None]:
 
         destroy_global_state()
         dist.destroy_process_group()
+        torch.use_deterministic_algorithms(deterministic)
         os.environ.clear()
         os.environ.update(environment)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from labkit.drivers.trace.patches import NOTHING, Replacement, installed
 from labkit.drivers.trace.work import launched
 from labkit.errors import WorkError
+from labkit.workload.attention_backends import fused_determinism, fused_width
 
 MODULE = "transformer_engine_torch"
 
@@ -67,6 +68,11 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
 
 class FusedAttentionParams:
     """The question `get_fused_attn_backend` answers."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    dropout: float
+    deterministic: bool
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -326,7 +332,13 @@ def multi_tensor_l2norm(
 
 
 def get_fused_attn_backend(parameters: FusedAttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """cuDNN's kernel for any sequence length; the workloads labkit accepts never rule it out on sm90."""
+    """cuDNN's kernel for any sequence length, where it takes the heads (`fused_attn.cpp`)."""
+    capability = torch.cuda.get_device_capability()
+    refused = fused_width(capability, parameters.head_dim_qk, parameters.head_dim_v) or fused_determinism(
+        capability, dropout=parameters.dropout, deterministic=parameters.deterministic
+    )
+    if refused is not None:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, refused
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
 

@@ -12,6 +12,7 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Workload
+from labkit.workload.attention_backends import attention_backend
 
 
 def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:
@@ -21,7 +22,7 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     view is copied first (`get_qkv_layout`).
     """
     take_mask(tape, workload, sizes)
-    qkv, backend = [query, key, value], workload.training.kernels.attention_backend
+    qkv, backend = [query, key, value], attention_backend(workload)
     if interleaved(qkv) is None or (sizes.cp > 1 and backend == "fused"):
         qkv = [_contiguous(tape, part) for part in qkv]
     _, heads, width = query.shape

@@ -26,6 +26,7 @@ from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import causal_mask
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Routing, Workload
+from labkit.workload.attention_backends import attention_backend
 from labkit.workload.model import Mixer, MlpKind
 from labkit.workload.routing import busiest_share
 
@@ -94,7 +95,7 @@ def _made_once(tape: Tape, workload: Workload, sizes: Sizes, halves: Collection[
         rotary_table(tape, sizes, model.rotary_width)  # an attribute of the model
     if model.gated_delta_net is not None and sizes.cp > 1 and "gdn" in halves:
         head_permutation(tape, model.gated_delta_net, sizes)
-    if workload.training.kernels.attention_backend == "unfused" and not _SCORED.isdisjoint(halves):
+    if attention_backend(workload) == "unfused" and not _SCORED.isdisjoint(halves):
         causal_mask(tape, sizes)
 
 

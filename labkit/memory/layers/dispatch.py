@@ -61,6 +61,11 @@ class Context:
         """Permutation by Transformer Engine's kernels."""
         return self.workload.training.kernels.moe_permute_fusion
 
+    @property
+    def adds_rows(self) -> bool:
+        """The sum of rows is an `index_add_`, which saves what it adds."""
+        return self.workload.training.kernels.deterministic_mode and not self.fused
+
 
 class Dispatcher(Protocol):
     """One layer's dispatcher."""
@@ -128,7 +133,7 @@ class AllToAll(_Permuting):
             reduced = context.shared.fc2(beside, len(tape.ops) + 2.5)
             tape.hold([output])  # the argument of `token_combine`
         context.held.append(combined)
-        total = unpermute(tape, combined, _made(self._mapping), sizes.shard)
+        total = unpermute(tape, combined, _made(self._mapping), sizes.shard, saved=context.adds_rows)
         if context.shared is None or reduced is None:
             return total
         return add_in_place(tape, total, context.shared.output(reduced))
@@ -217,7 +222,8 @@ class AllGather(_Permuting):
         """`combine_preprocess` and `token_combine`."""
         tape, sizes = self._context.tape, self._context.sizes
         senders = sizes.ep * sizes.etp
-        output = unpermute(tape, expert_output, _made(self._mapping), sizes.shard * senders)
+        mapping, tokens = _made(self._mapping), sizes.shard * senders
+        output = unpermute(tape, expert_output, mapping, tokens, saved=self._context.adds_rows)
         tape.hold([*self._held, expert_output])
         if senders > 1:
             output = reduce_scatter(tape, output, (sizes.shard, *output.shape[1:]), self._sum_dtype)

@@ -80,7 +80,7 @@ def _sums(sizes: Sizes, heads: int, key_heads: int, rows: int, width: int) -> li
     expanded = (sizes.batch * rows, heads, width)
     return [
         Buffer("softmax_d", (sizes.batch, heads, padded), "fp32"),
-        Buffer("dq_accum", (sizes.batch, padded, heads, _columns(width)), "fp32"),
+        Buffer("dq_accum", (sizes.choices.flash_sums, sizes.batch, padded, heads, _columns(width)), "fp32"),
         *(Buffer(f"expanded_{name}", expanded, "bf16") for name in ("dk", "dv") if key_heads != heads),
     ]
 

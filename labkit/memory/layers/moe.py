@@ -35,7 +35,7 @@ def moe_layer(tape: Tape, workload: Workload, sizes: Sizes, normed: Value, share
         with tape.module("shared_experts"):
             shared_output = shared_experts(tape, workload, sizes, normed, shared_width, gated=gated)
     with tape.module("router"):
-        probabilities, routing_map = router(tape, moe, sizes, normed, fused=kernels.moe_router_fusion)
+        probabilities, routing_map = router(tape, moe, sizes, normed, kernels)
     tokens = normed
     if moe.moe_latent_size is not None:
         with tape.module("fc1_latent_proj"):

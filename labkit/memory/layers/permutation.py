@@ -91,10 +91,10 @@ def permute_to_capacity(
     return permuted, chosen, mapping
 
 
-def unpermute(tape: Tape, rows: Value, mapping: Value, tokens: int) -> Value:
-    """The sum of each token's rows: (tokens, width)."""
+def unpermute(tape: Tape, rows: Value, mapping: Value, tokens: int, *, saved: bool) -> Value:
+    """The sum of each token's rows: (tokens, width); `saved` by an addition that keeps the rows too."""
     output = tape.value("unpermuted", (tokens, rows.shape[1]))
-    tape.op("unpermute", [rows], [output], saves=[mapping])
+    tape.op("unpermute", [rows], [output], saves=[mapping, rows] if saved else [mapping])
     return output
 
 

@@ -3,18 +3,22 @@
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Buffer, Tape, Value
 from labkit.workload import MixtureOfExperts
+from labkit.workload.training import Kernels
 
 
-def router(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, normed: Value, *, fused: bool) -> tuple[Value, Value]:
+def router(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, normed: Value, kernels: Kernels) -> tuple[Value, Value]:
     """From the normed residual (shard rows, hidden) to probabilities and a boolean map, both (shard rows, experts).
 
-    `fused` takes the kernels of `transformer_engine/pytorch/router.py`, which keep one fp32 tensor each.
+    Fused it takes the kernels of `transformer_engine/pytorch/router.py`, which keep one fp32 tensor each.
     """
+    fused = kernels.moe_router_fusion
     logits = _gating(tape, moe, sizes, normed)
     if moe.moe_z_loss_coeff is not None:
         _z_loss(tape, sizes, logits)
-    select = _fused_top_k if fused else _top_k
-    probabilities, routing_map = select(tape, moe, sizes, logits)
+    if fused:
+        probabilities, routing_map = _fused_top_k(tape, moe, sizes, logits)
+    else:
+        probabilities, routing_map = _top_k(tape, moe, sizes, logits, indexed=kernels.deterministic_mode)
     if moe.moe_expert_capacity_factor is not None:
         probabilities, routing_map = _drop(tape, moe, sizes, probabilities, routing_map)
     if moe.moe_router_load_balancing_type != "none" and moe.moe_aux_loss_coeff > 0:
@@ -52,8 +56,8 @@ def _scratch(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, count: int) -> lis
     return [tape.buffer(name, shape, "fp32") for name in ("biased", "group_mask", "int_map", "zeros")[:count]]
 
 
-def _top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value) -> tuple[Value, Value]:
-    """`topk_routing_with_score_function`."""
+def _top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value, *, indexed: bool) -> tuple[Value, Value]:
+    """`topk_routing_with_score_function`; `indexed` probabilities are put at (row, expert), not scattered by expert."""
     tokens, experts, topk = sizes.shard, moe.num_moe_experts, moe.moe_router_topk
     probabilities = tape.value("probabilities", (tokens, experts), logits.dtype)
     routing_map = tape.value("routing_map", (tokens, experts), "bool", grad=False)
@@ -68,6 +72,8 @@ def _top_k(tape: Tape, moe: MixtureOfExperts, sizes: Sizes, logits: Value) -> tu
     if moe.moe_router_group_topk is not None and not moe.moe_router_enable_expert_bias:
         # `group_limited_topk` fills the scores of other groups; with a bias the scores are gathered without it.
         saved.append(tape.value("outside_groups", (tokens, experts), "bool", grad=False))
+    if indexed:
+        saved.append(tape.value("rows", (tokens, 1), "int64", grad=False))
     outputs = [probabilities, routing_map, *saved]
     tape.op("topk_routing", [logits], outputs, saves=saved, temporaries=_scratch(tape, moe, sizes, 4))
     return probabilities, routing_map

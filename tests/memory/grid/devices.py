@@ -1,4 +1,7 @@
-"""GPUs other than Hopper: workspaces by compute capability, kernels that fill multiprocessors or shared memory."""
+"""GPUs other than Hopper: workspaces by compute capability, kernels that fill multiprocessors; and determinism.
+
+What attention runs where nobody names a kernel follows from both.
+"""
 
 from typing import Any
 
@@ -54,6 +57,11 @@ MAMBA = DENSE | {
     "model.hybrid_layer_pattern": "M-M*",
     "model.mamba": {"mamba_state_dim": 64, "mamba_head_dim": 32, "mamba_num_groups": 4, "mamba_num_heads": 16},
 }
+AUTO = DENSE | {"training.kernels.attention_backend": "auto"}
+HOPPER = {"training.gpu": "h100-80gb"}
+DROPOUT = {"model.attention_dropout": 0.1, "model.hidden_dropout": 0.1}
+DETERMINISTIC = {"training.kernels.deterministic_mode": True, "training.kernels.cross_entropy_loss_fusion": False}
+EXPERTS = DETERMINISTIC | {"training.kernels.attention_backend": "auto"}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "A100": {},
@@ -73,4 +81,44 @@ CHANGES: dict[str, dict[str, Any]] = {
     "GB200, unfused, core_attn": GB200 | UNFUSED | {"labels": ["core_attn"]},
     "GB200, flash, few blocks": GB200 | FLASH | LONG,
     "GB200, Mamba, full uniform 2": GB200 | MAMBA | {"full": ("uniform", 2)},
+    "A100, auto": AUTO,
+    "A100, auto, wide heads": AUTO | {"model.kv_channels": 192},
+    "A100, auto, heads that no kernel takes": AUTO | {"model.kv_channels": 100},
+    "GB200, auto": GB200 | AUTO,
+    "GB200, auto, wide heads": GB200 | AUTO | {"model.kv_channels": 192},
+    "H100, auto, wide heads": HOPPER | AUTO | {"model.kv_channels": 192},
+    "deterministic attention, flash": FLASH | {"training.kernels.deterministic_attention": True},
+    "deterministic attention, flash, few blocks, full uniform 1": FLASH
+    | LONG
+    | {"training.kernels.deterministic_attention": True, "full": ("uniform", 1)},
+    "deterministic attention, flash, context parallel": FLASH
+    | {
+        "parallelism.world_size": 4,
+        "parallelism.context_parallel_size": 2,
+        "training.kernels.deterministic_attention": True,
+    },
+    "deterministic, A100, auto, dropout": AUTO | DETERMINISTIC | DROPOUT,
+    "deterministic, GB200, auto, dropout": GB200 | AUTO | DETERMINISTIC | DROPOUT,
+    "deterministic, GB200, auto": GB200 | AUTO | DETERMINISTIC,
+    "deterministic, H100, auto, dropout": HOPPER | AUTO | DETERMINISTIC | DROPOUT,
+    "deterministic, H100, unfused, core_attn": HOPPER | UNFUSED | DETERMINISTIC | {"labels": ["core_attn"]},
+    "deterministic, one rank": HOPPER
+    | DENSE
+    | DETERMINISTIC
+    | {"parallelism.tensor_model_parallel_size": 1, "parallelism.sequence_parallel": False},
+    "deterministic, Mamba": HOPPER | MAMBA | DETERMINISTIC,
+    "deterministic, experts": HOPPER | EXPERTS,
+    "deterministic, experts, moe_act": HOPPER | EXPERTS | {"labels": ["moe_act"]},
+    "deterministic, A100, experts, full uniform 1": EXPERTS | {"full": ("uniform", 1)},
+    "deterministic, experts, unfused permutation": HOPPER | EXPERTS | {"training.kernels.moe_permute_fusion": False},
+    "deterministic, experts, allgather, unfused permutation": HOPPER
+    | EXPERTS
+    | {"training.kernels.moe_permute_fusion": False, "training.kernels.moe_token_dispatcher_type": "allgather"},
+    "deterministic, experts of a capacity": HOPPER
+    | EXPERTS
+    | {
+        "model.mixture_of_experts.moe_expert_capacity_factor": 1.25,
+        "model.mixture_of_experts.moe_pad_expert_input_to_capacity": True,
+        "training.kernels.moe_permute_fusion": False,
+    },
 }
