@@ -61,6 +61,7 @@ def test_a_dense_model_does_what_the_formula_says(server: TraceServer) -> None:
     weights = LAYERS * (HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + HIDDEN * 2 * FFN + FFN * HIDDEN) + HIDDEN * VOCABULARY
     attention = LAYERS * BATCH * HEADS * SEQUENCE * SEQUENCE // 2
     assert total(of(rows, "forward")).flops == 2 * weights * SEQUENCE + 4 * attention * width
+    assert total(of(rows, "forward")).hbm_bytes > 2 * weights, "stand-ins tell of their traffic"
     assert total(of(rows, "backward")).flops == 4 * weights * SEQUENCE + 10 * attention * width
 
 
@@ -104,6 +105,7 @@ def test_a_label_replays_what_it_names(server: TraceServer, label: str, modules:
     assert {row.module for row in candidate if row.replayed and row.launches} == modules
     again, forward = replay(candidate), {row.module: row for row in of(control, "forward")}
     assert bool(again.flops) is multiplies
+    assert again.hbm_bytes > 0
     for row in candidate:
         if row.replayed:
             assert row.flops <= forward[row.module].flops
@@ -172,6 +174,8 @@ def test_moonlights_labels_replay_what_they_name(server: TraceServer) -> None:
     assert again["moe_act",].flops == again["layernorm", "moe_act"].flops == 0
     dense = again["mla_up_proj", "mlp"].flops - again["mla_up_proj",].flops
     assert dense == 2 * 4096 * 3 * 2048 * 11264 // 2
+    # Queries, keys, values and output once.
+    assert again["core_attn",].hbm_bytes == 27 * 8 * 4096 * (2 * 192 + 2 * 128) * 2
     step = total(traces[()].work).seconds
     for labels, trace in traces.items():
         assert total(trace.work).seconds - step == pytest.approx(again[labels].seconds, rel=1e-3)

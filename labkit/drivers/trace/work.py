@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import flop_registry
 
+from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.origin import OUTSIDE, Origin
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.work import Exchange, WorkRow
@@ -320,7 +321,7 @@ def _row(place: _Place, sums: _Sums) -> WorkRow:
 def device_tensors(value: Any) -> Iterator[Tensor]:
     """The device's tensors in nested lists."""
     if isinstance(value, Tensor):
-        if value.is_meta:
+        if on_device(value):
             yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -335,7 +336,7 @@ def _bytes(tensor: Tensor) -> int:
 def traffic(value: Any) -> int:
     """Bytes of the device's tensors in nested lists."""
     if isinstance(value, Tensor):
-        return _bytes(value) if value.is_meta else 0
+        return _bytes(value) if on_device(value) else 0
     if isinstance(value, (tuple, list)):
         return sum(map(traffic, value))
     return 0
