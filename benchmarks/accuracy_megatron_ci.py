@@ -1,8 +1,9 @@
 """Trace Megatron-LM's functional-test jobs without a GPU and compare with what NVIDIA's machines measured.
 
-`python benchmarks/accuracy_megatron_ci.py --cases FILE.jsonl [--limit N] [--only TEXT] [--group NAME] [--json]` prints
-for each job the traced and the measured peak of its last rank, the signed error, and the same for the first step and
-for what is alive between steps, or why it did not run; then a summary by family, GPU and date. Nothing is fitted.
+`python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME] [--json]`
+prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
+step and for what is alive between steps, or why it did not run; then a summary by family, GPU and date. Nothing is
+fitted.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
 
+DEFAULT_CASES = Path(__file__).parents[1] / "data/published/megatron_ci_peaks.jsonl"
 FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "hybrid": "moe, mixtral, hybrid"}
 """Families that are judged together."""
 
@@ -139,7 +141,7 @@ def show(jobs: Sequence[Job], console: Console) -> None:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description="Trace Megatron-LM's functional-test jobs and compare.")
-    parser.add_argument("--cases", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--cases", type=Path, default=DEFAULT_CASES, metavar="FILE.jsonl")
     parser.add_argument("--limit", type=int, help="only the first so many")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds the text")
     parser.add_argument("--group", action="append", default=[], choices=["current", "older", "resumed"])

@@ -20,6 +20,8 @@ from labkit.errors import InputError, LabkitError
 from labkit.importers.megatron import Imported, MegatronReader, import_text
 
 DEFAULT_GPUS = 8
+TORCH = "2.13.0"
+"""What was out when the golden values of August 2026 were made; the rows do not say."""
 CURRENT = "2026-07"
 """Golden values of this month and later come from a Megatron close to 0.19."""
 
@@ -121,7 +123,10 @@ def imported(row: Row, reader: MegatronReader) -> Imported:
     Raises:
         InputError: it is none that labkit has.
     """
-    return import_text(row.text, reader, source="the job", name="job", world_size=row.world_size)
+    found = import_text(row.text, reader, source="the job", name="job", world_size=row.world_size)
+    software = found.workload.training.software.model_copy(update={"torch": TORCH})
+    training = found.workload.training.model_copy(update={"software": software})
+    return found._replace(workload=found.workload.model_copy(update={"training": training}))
 
 
 def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:

@@ -15,9 +15,10 @@ from labkit.workload import Model, Workload
 
 _BEYOND = frozenset(
     "attention_backend bf16 cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
-    "moe_router_dtype moe_router_load_balancing_type optimizer position_embedding_type rope_type".split()
+    "moe_router_dtype moe_router_load_balancing_type optimizer position_embedding_type rope_type "
+    "lr train_iters use_gloo_process_groups".split()
 )
-"""Arguments that have a field, but more values than the field: with such a value, what `launch` says holds."""
+"""Arguments that have no field, or more values than their field: with such a value, what `launch` says holds."""
 
 
 def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from labkit.errors import InputError
 from labkit.importers.silent import decides_no_memory, is_conditional
+from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
 
@@ -136,7 +137,8 @@ _WORKSPACES, _NONDETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETER
 """Fields of their own."""
 
 
-_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES, _NONDETERMINISTIC)
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES, _NONDETERMINISTIC, *_ALLOCATOR)
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
 
 
@@ -173,6 +175,7 @@ class _Mapping:
             "training": {
                 "gpu": self._gpu(gpu),
                 "cublas_workspace_config": environment.get(_WORKSPACES) or None,
+                "allocator": self._allocator(environment),
                 "kernels": self._kernels(environment),
                 "data_parallel": self._data_parallel(),
                 "optimizer": self._optimizer(),
@@ -380,16 +383,22 @@ class _Mapping:
         if spec and spec != _DEFAULT_SPEC:
             self._lose("spec", "layers of your own; taken as Megatron's")
 
+    def _allocator(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """`AcceleratorAllocatorConfig` reads the older name first."""
+        for name in _ALLOCATOR:
+            if environment.get(name):
+                try:
+                    return AllocatorSettings.read(environment[name]).model_dump(exclude_unset=True)
+                except (ValueError, KeyError):
+                    self.lost.append(f"{name}={environment[name][:80]}: PyTorch takes none like it; taken as unset")
+                break
+        return {}
+
     def _environment(self, environment: Mapping[str, str]) -> list[str]:
         """The variables that somebody reads, and what those that matter mean."""
         for name, (same, meaning) in _ENVIRONMENT.items():
             if environment.get(name, same) != same:
                 self.priced_not.append(f"{name}={environment[name][:80]}: {meaning}")
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            if environment.get(name):
-                self.priced_not.append(
-                    f"{name}={environment[name][:80]}: the allocator's blocks; taken as PyTorch's default"
-                )
         return [
             f"{name}={value}"
             for name, value in environment.items()

@@ -1,16 +1,17 @@
-"""What differs between versions of Megatron Core and Transformer Engine in the bytes they keep.
+"""What differs between versions of Megatron Core, Transformer Engine and PyTorch in the bytes they keep.
 
 Each entry says where it was read. The estimator and the trace driver both ask here, so that a workload
 stated for one version is never priced with another's habits.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from labkit.workload.training import Software
+if TYPE_CHECKING:
+    from labkit.workload.training import Software
 
 CrossEntropyGradient = Literal["in_place", "fp32_buffer", "input_copy"]
 
-KNOWN = {"transformer_engine": ((2, 13), (2, 20)), "megatron_core": ((0, 19), (0, 19))}
+KNOWN = {"transformer_engine": ((2, 13), (2, 20)), "megatron_core": ((0, 19), (0, 19)), "torch": ((2, 9), (2, 14))}
 """First and last minor version whose habits are known here. Before 2.13 Transformer Engine's FusedAdam copied bf16
 moments to fp32 in the step (no `fuse_unscale` in `optimizers/fused_adam.py`)."""
 
@@ -25,7 +26,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def cross_entropy_gradient(software: Software) -> CrossEntropyGradient:
+def cross_entropy_gradient(software: "Software") -> CrossEntropyGradient:
     """Where Transformer Engine's fused cross entropy puts the gradient of the logits.
 
     Read in `transformer_engine/pytorch/triton/cross_entropy.py` of each wheel: up to 2.17 the kernel overwrites
@@ -36,3 +37,16 @@ def cross_entropy_gradient(software: Software) -> CrossEntropyGradient:
     if version < (2, 18):
         return "in_place"
     return "fp32_buffer" if version < (2, 19) else "input_copy"
+
+
+def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:
+    """Whether PyTorch's workspace of a cuBLAS handle is 32 MiB where the environment does not say.
+
+    `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`: read in 2.14.1's library for compute
+    capabilities 9 to 12. Before it is Hopper's alone: Megatron-LM's jobs of August 2026 on GB200 that leave
+    `CUBLAS_WORKSPACE_CONFIG` unset hold 48 MiB less between steps than those that set 32 MiB. With which version that
+    changed is not known; what was out in August, 2.13, is taken as the last.
+    """
+    if version_tuple(software.torch) < (2, 14):
+        return compute_capability == (9, 0)
+    return compute_capability >= (9, 0)

@@ -1,8 +1,9 @@
 """PyTorch's allocator settings, as `PYTORCH_ALLOC_CONF` (formerly `PYTORCH_CUDA_ALLOC_CONF`) has them."""
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
@@ -16,6 +17,9 @@ _UNIT = 512
 """`kMinBlockSize`."""
 _INTERVALS = 16
 """`kRoundUpPowerOfTwoIntervals`: requests up to 2 MiB, up to 4 MiB, ... and from 32 GiB on."""
+
+_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]*)\s*(?:,|$)")
+_OF_NO_SIZE = ("pinned_", "release_lock_on_", "graph_capture_record_stream_reuse", "throw_on_")
 
 _Megabytes = Annotated[int, Field(gt=0, lt=2**24)]
 
@@ -37,6 +41,30 @@ class AllocatorSettings(Part):
     """Share of the memory allowed above which unused segments go back to the device; None: never."""
     per_process_memory_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the device's memory that is allowed."""
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The settings of `PYTORCH_ALLOC_CONF`; what decides no size (`backend:native`, `pinned_*`) is passed over.
+
+        >>> AllocatorSettings.read("expandable_segments:True,roundup_power2_divisions:[256:2,>:8]").label
+        'expandable_segments:True,roundup_power2_divisions:[256:2,>:8]'
+
+        Raises:
+            ValueError: the text is none that PyTorch takes, or asks for another allocator.
+        """
+        stated: dict[str, object] = {}
+        for name, value in _SETTING.findall(text):
+            if name in ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb"):
+                stated[name] = int(value)
+            elif name == "roundup_power2_divisions":
+                stated[name] = value if value.startswith("[") else int(value)
+            elif name in ("garbage_collection_threshold", "per_process_memory_fraction"):
+                stated[name] = float(value)
+            elif name == "expandable_segments":
+                stated[name] = {"True": True, "False": False}[value]
+            elif (name, value) != ("backend", "native") and not name.startswith(_OF_NO_SIZE):
+                raise ValueError(f"{name}:{value}")
+        return cls.model_validate(stated)
 
     def rounded(self, nbytes: int) -> int:
         """`nbytes` (at least 1) as the allocator looks for them (`round_size`)."""

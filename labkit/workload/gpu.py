@@ -1,6 +1,5 @@
 """The GPUs labkit knows: what decides memory is their capacity, their compute capability and their multiprocessors."""
 
-import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -27,19 +26,6 @@ class Gpu(NamedTuple):
     def gemm_workspace_bytes(self) -> int:
         """Transformer Engine's workspace of one GEMM (`cpp_extensions/gemm.py`, `get_cublas_workspace_size_bytes`)."""
         return 32 * MIB + 1024 if self.compute_capability >= (9, 0) else 4 * MIB
-
-    def cublas_workspace_bytes(self, config: str | None) -> int:
-        """PyTorch's workspace of one cuBLAS handle and stream, where `CUBLAS_WORKSPACE_CONFIG` is `config`.
-
-        `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`: the sum over `:KIB:COUNT`; unset, two
-        blocks of 4 MiB and eight of 16 KiB, and 32 MiB from Hopper on (compute capability 9 to 12 in torch 2.14).
-        """
-        if config is not None:
-            return sum(int(kib) * int(count) for kib, count in _WORKSPACES.findall(config)) * 1024
-        return 32 * MIB if self.compute_capability >= (9, 0) else 8 * MIB + 128 * 1024
-
-
-_WORKSPACES = re.compile(r":(\d+):(\d+)")
 
 
 GPUS: dict[str, Gpu] = {

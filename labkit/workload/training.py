@@ -1,10 +1,12 @@
 """How the step is carried out: precision, kernels, data parallelism, optimizer, hardware, software."""
 
+import re
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from labkit.workload.base import Part
+from labkit.workload.behaviour import large_cublas_workspace
 from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
 from labkit.workload.runtime import Lora, Runtime
@@ -84,6 +86,7 @@ class Software(Part):
 
     megatron_core: str = Field(default="0.19.2", max_length=40)
     transformer_engine: str = Field(default="2.20.2", max_length=40)
+    torch: str = Field(default="2.14.1", max_length=40)
 
 
 class WorkspaceBytes(NamedTuple):
@@ -116,9 +119,13 @@ class Training(Part):
     def workspaces(self) -> WorkspaceBytes:
         """Of the libraries on this GPU."""
         gpu, config = GPUS[self.gpu], self.cublas_workspace_config
-        if self.kernels.deterministic_mode and config is None:
+        if config is None and self.kernels.deterministic_mode:
             config = ":4096:8"  # `megatron.training.determinism`
-        return WorkspaceBytes(gpu.gemm_workspace_bytes, gpu.cublas_workspace_bytes(config))
+        if config is None:
+            large = large_cublas_workspace(self.software, gpu.compute_capability)
+            config = ":4096:8" if large else ":4096:2:16:8"
+        cublas = sum(int(kib) * int(count) for kib, count in re.findall(r":(\d+):(\d+)", config)) * 1024
+        return WorkspaceBytes(gpu.gemm_workspace_bytes, cublas)
 
     @property
     def steps_optimizer(self) -> bool:

@@ -1,7 +1,7 @@
 from typing import get_args
 
 from labkit.workload.gpu import GPUS, MIB
-from labkit.workload.training import Training
+from labkit.workload.training import Software, Training
 
 
 def test_a_workload_may_name_every_gpu() -> None:
@@ -11,6 +11,9 @@ def test_a_workload_may_name_every_gpu() -> None:
 def test_workspaces_follow_the_compute_capability_and_the_environment() -> None:
     assert Training().workspaces == (32 * MIB + 1024, 32 * MIB)
     assert Training(gpu="gb200-186gb").workspaces == Training().workspaces
+    older = Software(torch="2.13.0")
+    assert Training(software=older).workspaces.cublas == 32 * MIB
+    assert Training(gpu="gb200-186gb", software=older).workspaces.cublas == 8 * MIB + 128 * 1024
     assert Training(gpu="a100-40gb").workspaces == (4 * MIB, 8 * MIB + 128 * 1024)
     assert Training(gpu="a100-40gb", cublas_workspace_config=":4096:8").workspaces.cublas == 32 * MIB
     assert Training(cublas_workspace_config=":4096:2:16:8").workspaces.cublas == 8 * MIB + 128 * 1024

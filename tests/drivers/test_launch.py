@@ -1,0 +1,59 @@
+"""What a launch carries beyond the fields of a workload: traced as Megatron-LM takes it."""
+
+import pytest
+
+from labkit import Workload
+from labkit.drivers.trace.server import TraceServer
+from labkit.errors import InputError, LabkitError
+from labkit.workload import Launch
+from tests.small import small
+
+
+def launched(*arguments: str, environment: tuple[str, ...] = ()) -> Workload:
+    """The small workload with further arguments."""
+    return small().model_copy(update={"launch": Launch(arguments=arguments, environment=environment)})
+
+
+def test_an_argument_without_a_field_reaches_megatron(server: TraceServer) -> None:
+    plain, normed = server.run(small()), server.run(launched("--log-params-norm"))
+    # `calc_params_l2_norm` sums the squares of an fp32 copy of what the optimizer does not hold in fp32 itself.
+    peaks = [max(p.peak_tensor_bytes for p in t.summary.phases if p.phase == "optimizer") for t in (plain, normed)]
+    assert peaks[1] >= peaks[0]
+    assert plain.ledger.between_steps().total() == normed.ledger.between_steps().total()
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--no-such-thing", "launch.arguments: unrecognized arguments: --no-such-thing"),
+        ("--num-layers 3", "launch.arguments: --num-layers is what a field of the workload says"),
+        ("--lr x", "launch.arguments: argument --lr: invalid float value: 'x'"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(server: TraceServer, argument: str, said: str) -> None:
+    with pytest.raises(LabkitError, match=said):
+        server.run(launched(argument))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"arguments": ["num-layers 3"]}, "should be an option and its values"),
+        ({"arguments": ["--lr 1 --seed 2"]}, "should be one option with its values"),
+        ({"arguments": ["--lr '1"]}, "a quote is not closed"),
+        ({"environment": ["LD_PRELOAD=x.so"]}, "'LD_PRELOAD' is no variable"),
+        ({"environment": ["NVTE_FLASH_ATTN"]}, "should be NAME=value"),
+    ],
+)
+def test_a_wrong_section_is_one_sentence(section: dict[str, list[str]], said: str) -> None:
+    mapping = small().model_dump(mode="json", exclude_unset=True) | {"launch": section}
+    with pytest.raises(InputError, match=said):
+        Workload.from_mapping(mapping)
+
+
+def test_an_estimate_says_what_it_does_not_price() -> None:
+    (finding,) = (
+        finding for finding in launched("--fp8-format hybrid").findings if finding.field == "launch.arguments"
+    )
+    assert finding.severity == "warning"
+    assert "does not price --fp8-format hybrid" in finding.reason
