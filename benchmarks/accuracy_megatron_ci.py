@@ -94,6 +94,39 @@ def _statistics(name: str, group: str, jobs: Sequence[Job]) -> dict[str, object]
     return facts
 
 
+def growth(jobs: Iterable[Job]) -> dict[str, object]:
+    """Whether later steps peak above the first one, in the trace as in the measurement, and by how much.
+
+    A peak covers the whole job, so that it is never below the first step's: it is larger, or the same.
+    """
+    pairs = [
+        (job.traced_growth_bytes, job.measured_growth_bytes, job.measured_bytes)
+        for job in jobs
+        if job.traced_growth_bytes is not None and job.measured_growth_bytes is not None
+    ]
+    misses = sorted(abs(traced - measured) for traced, measured, _ in pairs)
+    parts = sorted(abs(traced - measured) / peak for traced, measured, peak in pairs)
+    return {
+        "jobs": len(pairs),
+        "grow_when_measured": sum(measured > 0 for _, measured, _ in pairs),
+        "agree": sum((traced > 0) == (measured > 0) for traced, measured, _ in pairs),
+        "median_error_bytes": statistics.median(misses) if misses else None,
+        "median_error_of_peak": statistics.median(parts) if parts else None,
+        "p90_error_of_peak": parts[min(len(parts) - 1, int(0.9 * len(parts)))] if parts else None,
+    }
+
+
+def _growth_sentence(jobs: Iterable[Job]) -> str:
+    facts = growth(jobs)
+    if not facts["jobs"]:
+        return "No job has a first-step peak to compare."
+    return (
+        f"Later steps peak above the first in {facts['grow_when_measured']} of {facts['jobs']} measured jobs; "
+        f"the trace agrees on {facts['agree']}. The difference is off by "
+        f"{facts['median_error_of_peak']:.2%} of the peak in the median, {facts['p90_error_of_peak']:.2%} at 90 %."
+    )
+
+
 def _percent(error: object) -> str:
     return f"{error:+.2%}" if isinstance(error, float) else "-"
 
@@ -136,6 +169,7 @@ def show(jobs: Sequence[Job], console: Console) -> None:
             _percent(facts["between_steps_median_absolute_error"]),
         )
     console.print(table)
+    console.print(Text(_growth_sentence(jobs)))
 
 
 def main() -> None:
@@ -162,7 +196,12 @@ def main() -> None:
         parser.error("no job has that name")
     jobs = run(rows, max(1, options.workers), Console(stderr=True))
     if options.json:
-        print(json.dumps({"jobs": [asdict(job) for job in jobs], "summary": {"groups": summary(jobs)}}, indent=2))
+        print(
+            json.dumps(
+                {"jobs": [asdict(job) for job in jobs], "summary": {"groups": summary(jobs), "growth": growth(jobs)}},
+                indent=2,
+            )
+        )
     else:
         show(jobs, Console(width=None if sys.stdout.isatty() else 160))
         print(f"{time.monotonic() - began:.0f} s")

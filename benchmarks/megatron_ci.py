@@ -111,6 +111,20 @@ class Job:
         """Relative, above zero where the trace is higher."""
         return relative(self.traced_bytes, self.measured_bytes)
 
+    @property
+    def measured_growth_bytes(self) -> int | None:
+        """What the job's peak has more than that of its first step; None where either is not known."""
+        return _difference(self.measured_bytes, self.measured_first_step_bytes)
+
+    @property
+    def traced_growth_bytes(self) -> int | None:
+        """The same of the trace."""
+        return _difference(self.traced_bytes, self.traced_first_step_bytes)
+
+
+def _difference(peak: int | None, first_step: int | None) -> int | None:
+    return None if peak is None or first_step is None else peak - first_step
+
 
 def relative(traced: int | None, measured: int | None) -> float | None:
     """A traced figure against a measured one."""
@@ -147,12 +161,11 @@ def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:
 
 def _compared(row: Row, trace: Trace, seconds: float, found: Imported) -> Job:
     (rank,) = trace.measurement.ranks
-    first = max(phase.peak_allocated_bytes for phase in rank.phases if phase.iteration <= 1)
     return _job(
         row,
         "traced",
-        traced_bytes=max(phase.peak_allocated_bytes for phase in rank.phases),
-        traced_first_step_bytes=first,
+        traced_bytes=rank.peak.peak_allocated_bytes,
+        traced_first_step_bytes=rank.first_step_peak_bytes,
         traced_between_steps_bytes=sum(row.block_bytes for row in trace.ledger.between_steps().rows),
         seconds=round(seconds, 2),
         assumed=tuple(found.assumed),

@@ -171,7 +171,7 @@ class Recorder:
         self._workload = workload
         self._sizes = sizes
         routing = workload.routing
-        self._by_layer = routing is not None and len(routing.rows_per_expert or ()) > 1
+        self._by_layer = routing is not None and routing.differs_by_layer
         self._shares: dict[int | None, Fraction] = {}
         self._tapes: dict[object, Tape] = {}
         training = workload.training

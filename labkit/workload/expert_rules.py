@@ -77,17 +77,26 @@ def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
         yield Finding("error", field, "shared experts do not overlap with experts of a latent width", remedy)
 
 
-_FIELDS = {"imbalance": "allowance", "share": "concentrated", "rows_per_expert": "measured"}
-"""Fields of `Routing` by the kind that takes them."""
+_FIELDS = {
+    "imbalance": ("allowance", "skewed"),
+    "share": ("concentrated",),
+    "shares": ("per_layer",),
+    "rows_per_expert": ("measured",),
+}
+"""Fields of `Routing` and the kinds that take them."""
 
 
 def _routing(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
-    for field, kind in _FIELDS.items():
-        if getattr(routing, field) is not None and routing.kind != kind:
-            remedy = f"set routing.kind: {kind} or leave it out"
+    for field, kinds in _FIELDS.items():
+        if getattr(routing, field) is not None and routing.kind not in kinds:
+            remedy = f"set routing.kind: {' or '.join(kinds)}, or leave it out"
             yield Finding("error", f"routing.{field}", f"{routing.kind} routing does not use it", remedy)
     if routing.kind == "concentrated":
         yield from _concentrated(workload, moe, routing)
+    elif routing.kind == "skewed":
+        yield from _skewed(workload, moe, routing)
+    elif routing.kind == "per_layer":
+        yield from _per_layer(workload, moe, routing)
     elif routing.kind == "measured":
         yield from _measured(workload, moe, routing)
 
@@ -104,6 +113,34 @@ def _concentrated(workload: "Workload", moe: "MixtureOfExperts", routing: Routin
     elif share < Fraction(1, ep):
         reason = f"{routing.share} is below the even share, so another rank is busier"
         yield Finding("error", "routing.share", reason, f"use at least {1 / ep:g}")
+
+
+def _skewed(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
+    field, ep = "routing.imbalance", workload.parallelism.ep
+    most = float(largest_share(moe, ep) * ep)
+    if routing.imbalance is None:
+        yield Finding("error", field, "skewed routing needs it", "give the busiest rank's rows over the even share")
+    elif routing.imbalance > most:
+        reason = f"{routing.imbalance} is more than one rank can get when a token's choices are different experts"
+        yield Finding("error", field, reason, f"use at most {most:g}")
+
+
+def _per_layer(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
+    field, shares, ep = "routing.shares", routing.shares, workload.parallelism.ep
+    layers = sum(layer.mlp == "moe" for layer in workload.model.layers)
+    most = largest_share(moe, ep)
+    if not shares:
+        yield Finding(
+            "error", field, "per-layer routing needs it", "give the busiest rank's part of rows in each layer"
+        )
+    elif len(shares) != layers:
+        yield Finding("error", field, f"{len(shares)} shares do not fit {layers} MoE layers", f"give {layers}")
+    elif Fraction(str(max(shares))) > most:
+        reason = f"{max(shares)} is more than one rank can get when a token's choices are different experts"
+        yield Finding("error", field, reason, f"use at most {float(most):g}")
+    elif sum(Fraction(str(share)) for share in shares) < Fraction(layers, ep):
+        reason = "over all layers they are below the even share, so another rank is busier"
+        yield Finding("error", field, reason, "give the busiest rank's shares")
 
 
 def _measured(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:

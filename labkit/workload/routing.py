@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from labkit.workload.model import MixtureOfExperts
     from labkit.workload.workload import Workload
 
-RoutingKind = Literal["balanced", "allowance", "worst", "concentrated", "measured"]
+RoutingKind = Literal["balanced", "allowance", "skewed", "worst", "concentrated", "per_layer", "measured"]
 
 _IMBALANCE = {1: 1.0, 2: 1.4, 4: 1.6, 8: 2.0}
 """The busiest rank's rows over the even share, by expert-parallel size: what labkit sets aside where routing was not
@@ -27,6 +27,7 @@ measured. Above measured shares (1.24, 1.41 and 1.62 over 3.5M tokens at 2, 4 an
 
 _MOST_HISTOGRAMS, _MOST_EXPERTS = 2064, 4096
 """As many layers and experts as a model may have."""
+_Share = Annotated[float, Field(gt=0.0, le=1.0)]
 _Histogram = Annotated[Many[NonNegativeInt], Field(max_length=_MOST_EXPERTS)]
 
 
@@ -34,14 +35,22 @@ class Routing(Part):
     """How the router spreads tokens over expert-parallel ranks."""
 
     kind: RoutingKind = "balanced"
-    """balanced: evenly; allowance: `imbalance` times the even share on the busiest rank; worst: every token's choices
-    on one rank, as far as it has experts; concentrated: the stated `share` there; measured: by `rows_per_expert`."""
+    """balanced: evenly; allowance: what is set aside where nobody knows, `imbalance` times the even share on the
+    busiest rank; skewed: so many times, as a fact; worst: every token's choices on one rank, as far as it has experts;
+    concentrated: the stated `share` there; per_layer: its `shares`, layer by layer; measured: by `rows_per_expert`."""
     imbalance: float | None = Field(default=None, ge=1.0)
-    """For allowance; None: `default_imbalance` of the expert-parallel size."""
+    """For skewed, and for allowance; None: `default_imbalance` of the expert-parallel size."""
     share: float | None = Field(default=None, gt=0.0, le=1.0)
     """For concentrated: of all rows, what the experts of one rank get."""
+    shares: Annotated[Many[_Share], Field(max_length=_MOST_HISTOGRAMS)] | None = None
+    """For per_layer: `share` of each MoE layer, of the rank that is busiest over all of them."""
     rows_per_expert: Annotated[Many[_Histogram], Field(max_length=_MOST_HISTOGRAMS)] | None = None
     """For measured: rows of each expert, one histogram for all MoE layers or one for each of them."""
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether layers may have different shares."""
+        return self.shares is not None or len(self.rows_per_expert or ()) > 1
 
 
 class ExpertRows(NamedTuple):
@@ -96,13 +105,15 @@ def _busiest_share(workload: "Workload", layer: int | None) -> Fraction:
     match routing.kind:
         case "balanced":
             return Fraction(1, ep)
-        case "allowance":
+        case "allowance" | "skewed":
             imbalance = default_imbalance(ep) if routing.imbalance is None else routing.imbalance
             return min(Fraction(str(imbalance)) / ep, most)
         case "worst":
             return most
         case "concentrated":
             return Fraction(str(routing.share))
+        case "per_layer":
+            return Fraction(str((routing.shares or ())[_place(workload, layer, len(routing.shares or ()))]))
         case "measured":
             return _measured_share(workload, routing.rows_per_expert or (), layer)
 
@@ -127,9 +138,14 @@ def default_imbalance(ep: int) -> float:
 def _measured_share(workload: "Workload", histograms: tuple[tuple[int, ...], ...], layer: int | None) -> Fraction:
     """The busiest rank is the one with most rows over all layers; each layer's share is that rank's there."""
     by_rank, busiest = _ranked(histograms, workload.parallelism.ep)
-    layers = [index for index, kind in enumerate(workload.model.layers) if kind.mlp == "moe"]
-    rows = by_rank[layers.index(layer)] if len(by_rank) > 1 and layer in layers else by_rank[-1]
+    rows = by_rank[_place(workload, layer, len(by_rank))]
     return Fraction(rows[busiest], sum(rows))
+
+
+def _place(workload: "Workload", layer: int | None, stated: int) -> int:
+    """Which of the plans, one for all MoE layers or one for each, a layer has; one behind them has the last one's."""
+    layers = [index for index, kind in enumerate(workload.model.layers) if kind.mlp == "moe"]
+    return layers.index(layer) if stated > 1 and layer in layers else -1
 
 
 @lru_cache(maxsize=8)

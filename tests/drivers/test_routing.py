@@ -39,9 +39,18 @@ def test_moonlight_splits_evenly() -> None:
     assert plan.tokens_per_expert.tolist() == [1536] * 8
 
 
-@pytest.mark.parametrize(("routing", "busiest"), [("balanced", 64), ("allowance", 103), ("worst", 256)])
-def test_the_busiest_rank_gets_the_stated_share_and_the_others_the_rest(routing: str, busiest: int) -> None:
-    plan = splits(small(routing={"kind": routing}), 1, 128, 2)  # 4 ranks of 2 experts, 2 of them a token
+@pytest.mark.parametrize(
+    ("routing", "busiest"),
+    [
+        ({"kind": "balanced"}, 64),
+        ({"kind": "allowance"}, 103),
+        ({"kind": "worst"}, 256),
+        ({"kind": "skewed", "imbalance": 1.25}, 80),
+        ({"kind": "per_layer", "shares": [0.5]}, 128),
+    ],
+)
+def test_the_busiest_rank_gets_the_stated_share_and_the_others_the_rest(routing: object, busiest: int) -> None:
+    plan = splits(small(routing=routing), 1, 128, 2)  # 4 ranks of 2 experts, 2 of them a token
     assert plan.input_splits[2] == busiest
     assert plan.input_splits.sum() == 256
     assert plan.tokens_per_expert.sum() == 4 * busiest

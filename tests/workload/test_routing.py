@@ -1,5 +1,6 @@
 """Routing as part of a workload: how many rows the busiest rank's experts get."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -61,12 +62,28 @@ def test_arrays_of_tokens_give_arrays_of_rows(kind: str) -> None:
     assert rows.received.tolist() == [rows_of(routed(kind=kind), 1, int(each)).received for each in tokens]
 
 
+def test_skew_is_a_number_and_layers_may_have_shares_of_their_own() -> None:
+    assert busiest_share(routed(kind="skewed", imbalance=1.5), 1) == Fraction(3, 8)  # of 4 ranks
+    model = {**MODEL, "mixture_of_experts": {**MODEL["mixture_of_experts"], "moe_layer_freq": [1, 1]}}
+    layers = small(model=model, routing={"kind": "per_layer", "shares": [0.4, 0.2]})
+    assert [busiest_share(layers, layer) for layer in (0, 1, None)] == [Fraction(2, 5), Fraction(1, 5), Fraction(1, 5)]
+    with pytest.raises(InputError, match="over all layers they are below the even share"):
+        small(model=model, routing={"kind": "per_layer", "shares": [0.3, 0.1]})
+
+
 @pytest.mark.parametrize(
     ("routing", "sentence"),
     [
         ({"kind": "concentrated"}, "concentrated routing needs it"),
         ({"kind": "concentrated", "share": 0.1}, "below the even share"),
         ({"kind": "worst", "share": 0.5}, "worst routing does not use it"),
+        ({"kind": "skewed"}, "skewed routing needs it"),
+        ({"kind": "skewed", "imbalance": 5.0}, "more than one rank can get .* use at most 4"),
+        ({"kind": "per_layer"}, "per-layer routing needs it"),
+        ({"kind": "per_layer", "shares": [0.3, 0.3]}, "2 shares do not fit 1 MoE layers; give 1"),
+        ({"kind": "per_layer", "shares": [0.2]}, "below the even share"),
+        ({"kind": "per_layer", "shares": [0.0]}, "greater than 0"),
+        ({"kind": "balanced", "shares": [0.3]}, "balanced routing does not use it"),
         ({"kind": "measured"}, "measured routing needs it"),
         ({"kind": "measured", "rows_per_expert": [[1] * 7]}, "does not name each of the 8 experts"),
         ({"kind": "measured", "rows_per_expert": [[1] * 8] * 2}, "2 histograms do not fit 1 MoE layers"),

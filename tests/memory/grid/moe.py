@@ -39,6 +39,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 UNEVEN = {"batch.seq_length": 100}
 HISTOGRAM = [[90, 30, 20, 10, 60, 60, 50, 40, 5, 5, 10, 10, 20, 30, 40, 50], [10] * 8 + [25] * 8]
+SHARES = [0.62, 0.47]
 ETP = {"parallelism.world_size": 8, "parallelism.expert_tensor_parallel_size": 2}
 ONE_EXPERT_RANK = {"parallelism.expert_model_parallel_size": 1, "parallelism.world_size": 2}
 GATHER = {"training.kernels.moe_token_dispatcher_type": "allgather"}
@@ -66,6 +67,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "routing worst": WORST,
     "routing concentrated, rows that do not divide": UNEVEN | {"routing.kind": "concentrated", "routing.share": 0.37},
     "routing measured": {"routing.kind": "measured", "routing.rows_per_expert": HISTOGRAM},
+    "routing skewed": {"routing.kind": "skewed", "routing.imbalance": 1.3},
+    "routing per layer": {"routing.kind": "per_layer", "routing.shares": SHARES},
+    "routing per layer, full": {"routing.kind": "per_layer", "routing.shares": SHARES, "full": ("uniform", 1)},
     "routing worst, moe": WORST | {"labels": ["moe"]},
     "routing allowance, full": {"routing.kind": "allowance", "full": ("uniform", 1)},
     "overlap": OVERLAP,
