@@ -52,8 +52,8 @@ def test_attention_with_narrower_values() -> None:
 
 def test_a_function_without_shapes_is_refused_by_name() -> None:
     module = te_shapes._module()
-    with pytest.raises(NotImplementedError, match=r"no shapes for transformer_engine_torch\.fp8_transpose"):
-        module.fp8_transpose(meta(1))
+    with pytest.raises(NotImplementedError, match=r"no shapes for transformer_engine_torch\.nvfp4_data_transpose"):
+        module.nvfp4_data_transpose(meta(1))
     layouts = module.NVTE_QKV_Layout
     assert layouts.NVTE_SBHD != layouts.NVTE_BSHD
     assert layouts.NVTE_SBHD == layouts.NVTE_SBHD

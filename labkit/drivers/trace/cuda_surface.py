@@ -85,6 +85,23 @@ class Event:
         return 0.0
 
 
+class _Generator:
+    """The device's random numbers, which nobody draws: any state is its state, and itself one that graphs share."""
+
+    def get_state(self) -> torch.Tensor:
+        return _rng_state()
+
+    def set_state(self, state: Any) -> None:
+        pass
+
+    graphsafe_set_state = set_state
+
+    def graphsafe_get_state(self) -> Self:
+        return self
+
+    clone_state = graphsafe_get_state
+
+
 class _Device(contextlib.nullcontext[None]):
     """`torch.cuda.device(index)`."""
 
@@ -111,6 +128,9 @@ class CudaAsMeta(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         if function is torch.Tensor.cuda:
             return args[0].to(META)
+        if function is torch.Tensor.cpu and on_device(args[0]) and args[0].dtype.is_floating_point:
+            # Initial weights that the optimizer reads again, not numbers that decide anything.
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
         if function is torch.Tensor.pin_memory:
             return args[0]
         if kwargs:
@@ -151,6 +171,17 @@ def on_device(tensor: torch.Tensor) -> bool:
 def _reported_as_meta(tensor: torch.Tensor) -> bool:
     """`Tensor.is_meta` as the program sees it, which has no such tensors."""
     return on_device(tensor) and not torch._C._len_torch_dispatch_stack()
+
+
+_true_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+
+def _made_of_tensors(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """A tensor without memory of its own, around others: on the meta device where those are."""
+    if type(device) is int or _is_cuda(device):
+        device = META
+    wrapper: torch.Tensor = _true_wrapper(*args, device=device, **kwargs)
+    return wrapper
 
 
 _TYPE_NAMES = {
@@ -223,6 +254,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     for name, answer in answers.items():
         yield Replacement(torch.cuda, name, _always(answer), NOTHING)
     yield Replacement(torch.nn.Module, "_apply", _keeping_attributes(torch.nn.Module._apply), NOTHING)
+    yield Replacement(torch.cuda, "default_generators", (_Generator(),), NOTHING)
     yield Replacement(torch.cuda, "get_rng_state", _rng_state, "nothing: the state is a host tensor")
     yield Replacement(torch.cuda, "current_stream", lambda device=None: Stream.current, NOTHING)
     yield Replacement(torch.cuda, "stream", _on_stream, NOTHING)
@@ -246,6 +278,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(torch.Tensor, "device", property(_reported_device), NOTHING)
     yield Replacement(torch.Tensor, "is_cuda", property(on_device), NOTHING)
     yield Replacement(torch.Tensor, "is_meta", property(_reported_as_meta), NOTHING)
+    yield Replacement(torch.Tensor, "_make_wrapper_subclass", _made_of_tensors, NOTHING)
     yield Replacement(torch.Tensor, "type", _tensor_type(torch.Tensor.type), "a copy, when given a type")
     yield Replacement(torch.Tensor, "record_stream", _always(None), "nothing: it delays the reuse of the block")
 

@@ -123,9 +123,9 @@ def _collectives() -> Iterator[Replacement]:
     """Collectives the fake process group cannot answer; it answers those on tensors itself."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    yield Replacement(
-        param_and_grad_buffer, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place"
-    )
+    for owner in (param_and_grad_buffer, dist):
+        # Transformer Engine gathers the data and the scales of quantized tensors at once.
+        yield Replacement(owner, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place")
     objects = "a few KiB while the pickled objects travel"
     yield Replacement(dist, "all_gather_object", _all_gather_object, objects)
     yield Replacement(dist, "broadcast_object_list", lambda *args, **kwargs: None, objects)

@@ -153,6 +153,10 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     names: dict[int, Name] = {}
 
     def name(tensor: torch.Tensor, kind: str, path: str) -> None:
+        if hasattr(tensor, "__tensor_flatten__"):
+            for part in tensor.__tensor_flatten__()[0]:
+                name(getattr(tensor, part), kind, f"{path}{part}")
+            return
         allocation = tracker.allocation_of(tensor)
         if allocation is not None:
             module, _, attribute = path.rpartition(".")

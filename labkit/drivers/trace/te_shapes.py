@@ -3,8 +3,8 @@
 Each function returns what the C++ one returns, with the same shapes and dtypes, and allocates nothing else; cuBLAS
 and cuDNN workspaces that Transformer Engine hands in are Python tensors and seen without help. Each also says what
 work the C++ one does (`launched`): its FLOPs, and the tensors it reads or writes. Sources:
-`transformer_engine/pytorch/csrc/extensions/*.cpp` of 2.20 and the call sites in its Python half. Only what a bf16
-step calls is here: anything else raises `NotImplementedError` with its name.
+`transformer_engine/pytorch/csrc/extensions/*.cpp` of 2.20 and the call sites in its Python half. Only what a step in
+bf16 or FP8 calls is here (`te_quantized` for the latter): anything else raises `NotImplementedError` with its name.
 """
 
 import enum
@@ -12,12 +12,14 @@ import importlib
 import importlib.machinery
 import os
 import sys
+from math import prod
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit.drivers.trace import te_quantized
 from labkit.drivers.trace.patches import NOTHING, Replacement, installed
 from labkit.drivers.trace.work import launched
 from labkit.errors import WorkError
@@ -66,6 +68,31 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_FP8 = 2
 
 
+class FP8FwdTensors(enum.IntEnum):
+    """Places in a module's list of quantizers for forward (`csrc/common.h`)."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
+
+
+class FP8BwdTensors(enum.IntEnum):
+    """Places in a module's list of quantizers for backward (`csrc/common.h`)."""
+
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
+
+
 class FusedAttentionParams:
     """The question `get_fused_attn_backend` answers."""
 
@@ -94,9 +121,9 @@ def _dtype(value: Any, default: torch.dtype) -> torch.dtype:
 
 
 def generic_gemm(
-    A: Tensor,
+    A: Any,
     transa: bool,
-    B: Tensor,
+    B: Any,
     transb: bool,
     D: Tensor | None,
     quantizer: Any,
@@ -112,14 +139,19 @@ def generic_gemm(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """cuBLASLt product in column-major terms: D [rows of B, columns of A] (`gemm.cpp`)."""
+    """cuBLASLt product in column-major terms: D [rows of B, columns of A] (`gemm.cpp`). A and B may be quantized."""
+    if quantizer is not None:
+        raise NotImplementedError(f"the trace has no shapes for products that {type(quantizer).__name__} quantizes")
     columns = A.shape[0] if transa else A.shape[-1]
     rows = (B.shape[-1],) if transb else tuple(B.shape[:-1])
-    dtype = _dtype(out_dtype, B.dtype)
+    dtype = _dtype(out_dtype, te_quantized.high_precision(B))
     if D is None:
         D = torch.empty(*rows, columns, dtype=dtype, device=A.device)
     bias_gradient = torch.empty(bias.numel(), dtype=dtype, device=A.device) if grad and bias is not None else None
-    launched(2 * columns * B.numel(), A, B, D, D if accumulate else None, bias)
+    te_quantized.rearrange_scales([A], transa)
+    te_quantized.rearrange_scales([B], not transb)
+    read = te_quantized.buffers([A], transa), te_quantized.buffers([B], not transb)
+    launched(2 * columns * prod(B.shape), read, D, D if accumulate else None, bias)
     return D, bias_gradient, None, None
 
 
@@ -142,20 +174,23 @@ def te_general_grouped_gemm(
     *rest: Any,
 ) -> Any:
     """Products into outputs the caller allocated; returns the bias gradients it was given (`gemm.cpp`)."""
-    products = [(a, b) for a, b in zip(A, B, strict=True) if a.numel() and b.numel()]
-    flops = sum(2 * (a.shape[0] if transa else a.shape[-1]) * b.numel() for a, b in products)
-    launched(flops, A, B, D, D if accumulate else None, bias, launches=len(products))
+    te_quantized.rearrange_scales(A, transa)
+    te_quantized.rearrange_scales(B, not transb)
+    products = [(a, b) for a, b in zip(A, B, strict=True) if prod(a.shape) and prod(b.shape)]
+    flops = sum(2 * (a.shape[0] if transa else a.shape[-1]) * prod(b.shape) for a, b in products)
+    read = te_quantized.buffers(A, transa), te_quantized.buffers(B, not transb)
+    launched(flops, read, D, D if accumulate else None, bias, launches=len(products))
     return bias
 
 
 def rmsnorm_fwd(
-    input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, *rest: Any
-) -> tuple[Tensor, None, Tensor]:
+    input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, *rest: Any
+) -> tuple[Any, None, Tensor]:
     """(output, no mean, 1/rms per row in fp32) (`normalization.cpp`)."""
-    rows = input.numel() // input.shape[-1]
-    output = torch.empty_like(input) if ln_out is None else ln_out
-    launched(0, input, weight, output)
-    return output, None, torch.empty(rows, dtype=torch.float32, device=input.device)
+    output = te_quantized.output(quantizer, ln_out, input.shape, input.dtype, input.device, fused=("delayed",))
+    rsigma = torch.empty(input.numel() // input.shape[-1], dtype=torch.float32, device=input.device)
+    launched(0, input, weight, te_quantized.buffers([output], True))
+    return output, None, rsigma
 
 
 def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -165,10 +200,10 @@ def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *rest: Any
 
 
 def layernorm_fwd(
-    input: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: Any, quantizer: Any, *rest: Any
+) -> tuple[Any, Tensor, Tensor]:
     """(output, mean, 1/standard deviation per row in fp32) (`normalization.cpp`)."""
-    output, _, rsigma = rmsnorm_fwd(input, weight, eps, ln_out)
+    output, _, rsigma = rmsnorm_fwd(input, weight, eps, ln_out, quantizer)
     return output, torch.empty_like(rsigma), rsigma
 
 
@@ -280,26 +315,33 @@ def fused_attn_bwd(
     return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)] + [None, None]
 
 
-def gated(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+_CASTING_ACTIVATIONS = ("delayed", "mxfp8")
+"""Formats that the kernels of activation functions write."""
+
+
+def gated(input: Tensor, quantizer: Any, *rest: Any) -> Any:
     """activation(first half) x second half (`activation.cpp`)."""
-    output = torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
-    launched(0, input, output)
+    shape = (*input.shape[:-1], input.shape[-1] // 2)
+    output = te_quantized.output(quantizer, None, shape, input.dtype, input.device, _CASTING_ACTIVATIONS)
+    launched(0, input, te_quantized.buffers([output], True))
     return output
 
 
-def pointwise(input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+def pointwise(input: Tensor, quantizer: Any, *rest: Any) -> Any:
     """activation(input) (`activation.cpp`)."""
-    launched(0, input, input)
-    return torch.empty_like(input)
+    output = te_quantized.output(quantizer, None, input.shape, input.dtype, input.device, _CASTING_ACTIVATIONS)
+    launched(0, input, te_quantized.buffers([output], True))
+    return output
 
 
-def activation_gradient(grad: Tensor, input: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+def activation_gradient(grad: Tensor, input: Tensor, quantizer: Any, *rest: Any) -> Any:
     """Gradient of an activation's input (`activation.cpp`)."""
-    launched(0, grad, input, input)
-    return torch.empty_like(input)
+    output = te_quantized.output(quantizer, None, input.shape, input.dtype, input.device, _CASTING_ACTIVATIONS)
+    launched(0, grad, input, te_quantized.buffers([output], True))
+    return output
 
 
-def scaled_gated(input: Tensor, scales: Tensor, quantizer: Any, *rest: Any) -> Tensor:
+def scaled_gated(input: Tensor, scales: Tensor, quantizer: Any, *rest: Any) -> Any:
     """`gated`, each row times its scale (`activation.cpp`)."""
     return gated(input, quantizer)
 
@@ -387,6 +429,8 @@ _FUNCTIONS: dict[str, Any] = {
     "NVTE_Fused_Attn_Backend": NVTE_Fused_Attn_Backend,
     "NVTE_QKV_Layout": NVTE_QKV_Layout,
     "NVTE_Mask_Type": NVTE_Mask_Type,
+    "FP8FwdTensors": FP8FwdTensors,
+    "FP8BwdTensors": FP8BwdTensors,
     "FusedAttentionParams": FusedAttentionParams,
     "generic_gemm": generic_gemm,
     "te_general_grouped_gemm": te_general_grouped_gemm,
@@ -402,6 +446,7 @@ _FUNCTIONS: dict[str, Any] = {
     **{f"d{name}": activation_gradient for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
     **{f"scaled_{name}": scaled_gated for name in ("swiglu", "situglu")},
     **{f"scaled_d{name}": scaled_gated_gradient for name in ("swiglu", "situglu")},
+    **te_quantized.FUNCTIONS,
     "fused_rope_forward": fused_rope_forward,
     "fused_rope_backward": fused_rope_forward,
     "multi_tensor_l2norm": multi_tensor_l2norm,
@@ -417,6 +462,20 @@ _FUNCTIONS: dict[str, Any] = {
     "multi_tensor_scale": _in_place,
     "multi_tensor_sgd": _in_place,
     "multi_tensor_scale_tensor": _in_place,
+    **dict.fromkeys(
+        (
+            "fused_amax_and_scale_update_after_reduction",
+            "multi_tensor_compute_scale_and_scale_inv",
+            "compute_amax",
+            "fp8_block_scaling_compute_partial_amax",
+            "fp8_block_scaling_partial_cast",
+            "mxfp8_scaling_compute_partial_amax",
+            "mxfp8_scaling_partial_cast",
+            "fused_multi_row_padding",
+            "fused_multi_row_unpadding",
+        ),
+        _in_place,
+    ),
     # Versions decide code paths: cuBLASLt 13.2 keeps the grouped GEMM over lists (13.4 takes another one on Hopper).
     "get_cudnn_version": lambda: 92100,
     "get_cublasLt_version": lambda: 130200,

@@ -197,6 +197,9 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            # Tensors made of others: their class runs operators on those, which come back here.
+            return NotImplemented
         self.before(function)
         result = self.instead.get(function, function)(*args, **(kwargs or {}))
         if self.work.counting:
