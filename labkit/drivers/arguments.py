@@ -179,8 +179,9 @@ def _mixture_of_experts(workload: Workload) -> dict[str, Any]:
 
 def _parallelism(workload: Workload) -> dict[str, Any]:
     layout = workload.parallelism
-    # A hybrid pattern says itself how many virtual stages there are.
-    chunks = None if workload.model.hybrid_layer_pattern else layout.virtual_pipeline_model_parallel_size
+    # A hybrid pattern or a layout says itself how many virtual stages there are.
+    marked = workload.model.hybrid_layer_pattern or layout.pipeline_model_parallel_layout
+    chunks = None if marked else layout.virtual_pipeline_model_parallel_size
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
@@ -191,6 +192,7 @@ def _parallelism(workload: Workload) -> dict[str, Any]:
         "cp_comm_type": [layout.cp_comm_type],
         "num_virtual_stages_per_pipeline_rank": chunks,
         "microbatch_group_size_per_vp_stage": layout.microbatch_group_size_per_vp_stage,
+        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
         "decoder_first_pipeline_num_layers": layout.num_layers_in_first_pipeline_stage,
         "decoder_last_pipeline_num_layers": layout.num_layers_in_last_pipeline_stage,
         "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,

@@ -81,6 +81,7 @@ _SAME = {
 """Fields that have the same name and meaning on both sides."""
 
 _OTHER = """
+    pipeline_model_parallel_layout
     num_experts group_query_attention multi_latent_attention experimental_attention_variant
     linear_attention_freq hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model
     mtp_num_layers swiglu squared_relu bias_gelu_fusion bias_swiglu_fusion position_embedding_type
@@ -106,7 +107,6 @@ _MEANING = {
     "use_megatron_fsdp": "parameters sharded by Megatron-FSDP; taken as Megatron's own data parallelism",
     "use_torch_fsdp2": "parameters sharded by PyTorch's FSDP2; taken as Megatron's own data parallelism",
     "num_distributed_optimizer_instances": "optimizer state sharded over part of the ranks; taken as over all",
-    "pipeline_model_parallel_layout": "layers placed by hand; taken as spread evenly",
     "fine_grained_activation_offloading": "activations moved to the host; taken as kept",
     "cpu_offloading_num_layers": "activations moved to the host; taken as kept",
     "optimizer_cpu_offload": "optimizer state on the host; taken as on the GPU",
@@ -301,6 +301,7 @@ class _Mapping:
 
     def _parallelism(self) -> dict[str, Any]:
         layout = {"world_size": self.values["world_size"], **self._same("parallelism")}
+        layout["pipeline_model_parallel_layout"] = self.values["pipeline_model_parallel_layout"]
         if layout["cp_comm_type"] == "allgather":
             layout["cp_comm_type"] = "all_gather"
         if layout["cp_comm_type"] not in ("p2p", "a2a", "all_gather"):

@@ -2,9 +2,15 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, StringConstraints
 
 from labkit.workload.base import Part
+from labkit.workload.pipeline_layout import layout_stages
+
+
+def _layout(text: str) -> str:
+    layout_stages(text)
+    return text
 
 
 class Parallelism(Part):
@@ -30,6 +36,16 @@ class Parallelism(Part):
     """The embedding counts as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """The head counts as a layer of the last stage."""
+
+    pipeline_model_parallel_layout: (
+        Annotated[str, StringConstraints(min_length=1, max_length=4000), AfterValidator(_layout)] | None
+    ) = None
+    """The stages one by one: `Et*3|(tt|)*6mL`; with `virtual_pipeline_model_parallel_size` where there are chunks."""
+
+    @property
+    def marked_stages(self) -> tuple[str, ...]:
+        """Symbols of each stage of that layout, virtual ones included; none without it."""
+        return layout_stages(self.pipeline_model_parallel_layout) if self.pipeline_model_parallel_layout else ()
 
     @property
     def tp(self) -> int:

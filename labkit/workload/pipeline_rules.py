@@ -23,7 +23,9 @@ def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
     if layout.world_size % (layout.tp * layout.pp * layout.cp):
         return
     stated = [getattr(layout, name) for name in _ENDS]
-    if len(workload.model.pattern_stages) > 1:
+    if layout.marked_stages:
+        yield from _placed(workload)
+    elif len(workload.model.pattern_stages) > 1:
         pass  # `labkit.workload.mixer_rules`
     elif any(number is not None for number in stated):
         if any(getattr(layout, name) for name in _TAKEN):
@@ -39,6 +41,36 @@ def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
             yield Finding("error", _VPP, reason, "raise pipeline_model_parallel_size or leave it out")
         else:
             yield from _micro_batches(workload)
+
+
+def _placed(workload: "Workload") -> Iterator[Finding]:
+    """`PipelineParallelLayerLayout.validate_layer_layout`, `megatron.training.arguments.validate_args`."""
+    layout, field, model = workload.parallelism, "parallelism.pipeline_model_parallel_layout", workload.model
+    stages, depths = layout.marked_stages, model.mtp_num_layers or 0
+    whole, predicting = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
+    early = any(index < len(stages) - layout.pp for index in predicting)
+    broken = {
+        "a hybrid pattern marks its stages itself": model.hybrid_layer_pattern is not None,
+        "it excludes other ways to split the layers": any(getattr(layout, name) for name in (*_ENDS, *_TAKEN)),
+        f"it has {len(stages)} stages, {layout.pp} pipeline ranks of {layout.vpp} chunks have another number": (
+            len(stages) != layout.pp * layout.vpp
+        ),
+        "it should begin with its one E and end in its one L": (
+            whole[:1] + whole[-1:] != "EL" or whole.count("E") + whole.count("L") != 2
+        ),
+        f"it places {whole.count('t')} layers, num_layers is {model.num_layers}": whole.count("t") != model.num_layers,
+        f"it places {whole.count('m')} layers of multi-token prediction, not {depths}": whole.count("m") != depths,
+        "no layer may stand behind multi-token prediction": "t" in whole.partition("m")[2],
+        "multi-token prediction should stand in one stage, its rank's last chunk": len(predicting) > 1 or early,
+    }
+    for reason, is_broken in broken.items():
+        if is_broken:
+            yield Finding("error", field, reason, "change it or leave it out")
+            return
+    elsewhere = bool(predicting) and (predicting[-1] != len(stages) - 1 or "t" not in stages[-1])
+    if elsewhere or not all("t" in stage for stage in stages[1:-1]):
+        reason = "a stage without layers that has others around it or predicts tokens is priced without what that moves"
+        yield Finding("warning", field, reason, "trace the workload, which runs it")
 
 
 def _even(workload: "Workload") -> Iterator[Finding]:

@@ -13,10 +13,11 @@ def stage_layers(workload: Workload, stage: int) -> list[range]:
     `transformer_layer.get_transformer_layer_offset`: chunk c of every stage comes before chunk c + 1 of any.
     """
     layout, marked = workload.parallelism, workload.model.pattern_stages
-    if len(marked) > 1:
-        # `hybrid_layer_allocation.select_pipeline_segment`
-        ends = [0, *accumulate(map(len, marked))]
-        indices = range(stage, len(marked), layout.pp)
+    placed = [each.count("t") for each in layout.marked_stages]
+    if placed or len(marked) > 1:
+        # `PipelineParallelLayerLayout`; `hybrid_layer_allocation.select_pipeline_segment`
+        ends = [0, *accumulate(placed or map(len, marked))]
+        indices = range(stage, len(ends) - 1, layout.pp)
         return [range(ends[index], ends[index + 1]) for index in indices]
     counts = [_layers_of_stage(workload, each) // layout.vpp for each in range(layout.pp)]
     found = []

@@ -85,3 +85,18 @@ def test_an_uneven_split_that_does_not_add_up_says_why(
 ) -> None:
     (sentence,) = errors(layers, stages, **layout)
     assert text in sentence
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "text"),
+    [(8, 2, None, "Et*3|t*5L"), (9, 4, None, "E|(tt,|)*1t*7|L"), (8, 2, 2, "Et|(tt|)*2t*3L"), (4, 1, None, "EttttL")],
+)
+def test_a_layout_that_megatron_takes_is_not_refused(layers: int, stages: int, chunks: int | None, text: str) -> None:
+    layout: dict[str, Any] = {CHUNKS: chunks, "pipeline_model_parallel_layout": text}
+    assert errors(layers, stages, **layout) == []
+
+
+@pytest.mark.parametrize("text", ["Et*3|t*4L", "Et*8L", "t*3|t*5L", "Et*3|t*5", "Et*3|t*5mL", "Et*3|t*5LE"])
+def test_a_layout_that_megatron_refuses_is_one_sentence(text: str) -> None:
+    (sentence,) = errors(8, 2, pipeline_model_parallel_layout=text)
+    assert sentence.startswith("parallelism.pipeline_model_parallel_layout: ")

@@ -68,6 +68,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "training.data_parallel.overlap_grad_reduce": False,
         "training.data_parallel.overlap_param_gather": False,
     },
+    "layout": {"parallelism.pipeline_model_parallel_layout": "Et*3|t*5L"},
+    "layout, ends alone": FOUR | {"parallelism.pipeline_model_parallel_layout": "E|t*3|t*5,|L"},
+    "layout, interleaved, full uniform 1": INTERLEAVED
+    | {"parallelism.pipeline_model_parallel_layout": "Et|(tt|)*2t*3L", "full": ("uniform", 1)},
     "interleaved": INTERLEAVED,
     "interleaved, dense": INTERLEAVED | DENSE,
     "interleaved, four stages": INTERLEAVED | FOUR,
