@@ -99,6 +99,15 @@ charts.timeline(*results.timeline())
 tables.accuracy(results.cells)
 
 # %% [markdown]
+# ## What each traced rank holds
+#
+# One rank of every pipeline stage that can differ is traced; a choice's peak is the largest of them. The first step
+# runs before the optimizer has its state.
+
+# %%
+tables.ranks(results.ranks)
+
+# %% [markdown]
 # ## How the figures came about
 
 # %%

@@ -177,6 +177,41 @@ def _runs(values: list[Any]) -> str:
     return "[" + ", ".join(f"{value} x {count}" if count > 1 else str(value) for value, count in counted) + "]"
 
 
+def ranks(frame: pl.DataFrame) -> GT:
+    """The traced ranks of each choice: what they hold between steps and at their peaks.
+
+    Args:
+        frame: a study's `ranks` frame: candidate, stages, rank, parameters, between_steps_bytes,
+            first_step_peak_bytes, steady_peak_bytes, peak_reserved_bytes.
+    """
+    sizes = ["between_steps_bytes", "first_step_peak_bytes", "steady_peak_bytes", "peak_reserved_bytes"]
+    shown = _labelled(frame).select(
+        "candidate",
+        pl.col("stages").replace("", _NONE),
+        "rank",
+        pl.col("parameters") / 10**6,
+        *(pl.col(size) / GIB for size in sizes),
+    )
+    return (
+        _table(shown, "ranks")
+        .fmt(_number(lambda millions: f"{millions:.1f}"), columns="parameters")
+        .fmt(_number(lambda gib: f"{gib:.3f}"), columns=sizes)
+        .sub_missing(missing_text=_NONE)
+        .cols_label(
+            candidate="Recompute",
+            stages="Pipeline stages",
+            rank="Rank",
+            parameters="Parameters, millions",
+            between_steps_bytes="Between steps, GiB",
+            first_step_peak_bytes="First step, GiB",
+            steady_peak_bytes="Later steps, GiB",
+            peak_reserved_bytes="Reserved, GiB",
+        )
+        .cols_align("left", columns=["candidate", "stages"])
+        .cols_align("right", columns=["rank", "parameters", *sizes])
+    )
+
+
 def contract(frame: pl.DataFrame) -> GT:
     """How each traced and published figure came about.
 

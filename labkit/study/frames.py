@@ -14,7 +14,7 @@ import polars as pl
 from labkit.drivers.contract import Measurement
 from labkit.ledger import Ledger
 from labkit.study.status import reason
-from labkit.summary import CATEGORIES, Result, category
+from labkit.summary import CATEGORIES, Result, category, spans
 from labkit.work import WorkRow, replay, total
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ TIMELINE = {
     "bytes": pl.Int64,
 }
 PEAKS = {"candidate": pl.String, "source": pl.String, "position": pl.Float64, "phase": pl.String, "bytes": pl.Int64}
+RANKS = {
+    "candidate": pl.String,
+    "rank": pl.Int64,
+    "stages": pl.String,
+    "parameters": pl.Int64,
+    "between_steps_bytes": pl.Int64,
+    "first_step_peak_bytes": pl.Int64,
+    "steady_peak_bytes": pl.Int64,
+    "peak_allocated_bytes": pl.Int64,
+    "peak_phase": pl.String,
+    "peak_reserved_bytes": pl.Int64,
+}
 CONTRACT = {
     "candidate": pl.String,
     "source": pl.String,
@@ -271,6 +283,28 @@ class _Profile:
 
     def _first_at_or_after(self, clock: int) -> int:
         return next((index for index, at in enumerate(self.clocks) if at >= clock), len(self.clocks))
+
+
+def ranks(results: "Results") -> pl.DataFrame:
+    """What each traced rank holds, columns `RANKS`; `stages` are the pipeline stages it stands for."""
+    rows = [
+        (
+            result.candidate.label,
+            record.rank,
+            spans(record.stages),
+            record.parameters,
+            record.between_steps_bytes,
+            record.first_step_peak_bytes,
+            record.steady_peak_bytes,
+            record.peak.peak_allocated_bytes,
+            record.peak.phase,
+            record.peak_reserved_bytes,
+        )
+        for result in results.candidates
+        if result.measurement is not None
+        for record in result.measurement.ranks
+    ]
+    return pl.DataFrame(rows, schema=RANKS, orient="row")
 
 
 def contract(results: "Results") -> pl.DataFrame:

@@ -61,6 +61,13 @@ class Results:
         return frames.timeline(self, moments)
 
     @cached_property
+    def ranks(self) -> "pl.DataFrame":
+        """What each traced rank holds (`frames.ranks`)."""
+        from labkit.study import frames
+
+        return frames.ranks(self)
+
+    @cached_property
     def contract(self) -> "pl.DataFrame":
         """How each figure came about (`frames.contract`)."""
         from labkit.study import frames

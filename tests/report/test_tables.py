@@ -83,6 +83,25 @@ def test_contract_joins_what_came_about_alike() -> None:
     assert rows[0][4:7] == ["2026-08-02 10:11", "69.0", "1"]
 
 
+def test_ranks_are_shown_with_what_they_stand_for() -> None:
+    frame = pl.DataFrame(
+        {
+            "candidate": ["[]", "[]"],
+            "rank": [0, 8],
+            "stages": ["0", "1-6"],
+            "parameters": [519_196_000, 464_014_000],
+            "between_steps_bytes": [2**32, 2**31],
+            "first_step_peak_bytes": [2**33, 2**32],
+            "steady_peak_bytes": [2**33 + 2**29, None],
+            "peak_reserved_bytes": [2**34, 2**33],
+        }
+    )
+    assert body(tables.ranks(frame)) == [
+        ["[]", "0", "0", "519.2", "4.000", "8.000", "8.500", "16.000"],
+        ["[]", "1-6", "8", "464.0", "2.000", "4.000", "–", "8.000"],
+    ]
+
+
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b"])
 def test_hostile_text_is_escaped(hostile: str) -> None:
     cells = frames.cells({hostile: ("failed", hostile)})

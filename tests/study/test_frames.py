@@ -153,6 +153,16 @@ def test_failed_cell_has_its_reason_and_no_figures(results: Results) -> None:
     assert failed["saved_bytes"] is None
 
 
+def test_ranks_are_those_that_were_traced(results: Results) -> None:
+    frame = frames.ranks(results)
+    assert frame.schema == pl.Schema(frames.RANKS)
+    control = frame.row(0, named=True)
+    assert (control["candidate"], control["rank"], control["stages"]) == ("[]", 0, "")
+    # Without the moments the first step peaks 4 MB lower, until its optimizer has made them.
+    assert (control["first_step_peak_bytes"], control["steady_peak_bytes"]) == (17 * MB + 512, 21 * MB + 512)
+    assert control["peak_allocated_bytes"] == 21 * MB + 512
+
+
 def test_breakdown_sums_to_each_peak(results: Results) -> None:
     sums = results.breakdown.group_by("candidate", "source").agg(pl.col("bytes").sum())
     compared = results.cells.join(sums, on=["candidate", "source"], how="left").filter(outcome="ok")

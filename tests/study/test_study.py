@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from labkit.drivers.trace.server import Limits
 from labkit.errors import InputError
 from labkit.study import Study
 from labkit.study.status import StudyStatus
@@ -107,6 +109,29 @@ def test_real_study_killed_damaged_resumed_and_decided(path: Path) -> None:
         assert result.traced is not None
         assert result.measurement is not None
         assert result.traced.peak_allocated_bytes == result.measurement.peak_allocated_bytes
+
+
+def test_a_real_pipelined_cell_is_ended_at_a_limit_and_then_holds_every_stage(tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"world_size": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    path = tmp_path / "pipelined.yaml"
+    base: dict[str, Any] = {**SMALL, "parallelism": layout}
+    path.write_text(yaml.safe_dump({**STUDY, "base": base}))
+    study = Study.load(path)
+    (cell,) = study.run(["[]"], limits=Limits(memory_bytes=2**28)).cells
+    assert cell.state == "failed"
+    assert "was ended in setup: its process needed more than 0.25 GiB of host memory" in cell.detail
+    ended = study.results().cells.filter(source="traced", candidate="[]")
+    assert ended["outcome"].to_list() == ["out_of_host_memory"]
+
+    assert [cell.state for cell in study.run(["[]"]).cells] == ["done"]
+    results = study.results()
+    assert results.ranks["rank"].to_list() == [0, 2]
+    assert results.ranks["stages"].to_list() == ["0", "1"]
+    traced = results.candidates[0].traced
+    assert traced is not None
+    peaks = dict(zip(results.ranks["rank"], results.ranks["peak_allocated_bytes"], strict=True))
+    assert peaks[traced.rank] == max(peaks.values()) == traced.peak_allocated_bytes
+    assert {row.rank for row in traced.ledger.rows} == {traced.rank}
 
 
 def test_interrupted_command_ends_at_once_with_130(path: Path) -> None:
