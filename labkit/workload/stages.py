@@ -63,11 +63,15 @@ def differing_stages(workload: Workload) -> list[tuple[int, ...]]:
 
     Arguments that no field expresses may divide the layers in another way: with those each stage is by itself.
     """
-    stages, alike = range(workload.parallelism.pp), dict[object, list[int]]()
+    layout, alike = workload.parallelism, dict[object, list[int]]()
+    stages = range(layout.pp)
     for stage in stages:
         ends = stage in (stages[0], stages[-1]) or workload.launch is not None
         layers = [[_kind(workload, layer) for layer in chunk] for chunk in stage_layers(workload, stage)]
-        alike.setdefault((stage if ends else None, str(layers), warmup_passes(workload, stage)), []).append(stage)
+        # Marks also say where layers of multi-token prediction are.
+        marks = layout.marked_stages[stage :: layout.pp]
+        key = (stage if ends else None, str(layers), marks, warmup_passes(workload, stage))
+        alike.setdefault(key, []).append(stage)
     return [tuple(together) for together in alike.values()]
 
 

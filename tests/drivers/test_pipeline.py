@@ -88,6 +88,8 @@ def test_middle_stages_that_hold_the_same_are_traced_once(server: TraceServer) -
     interleaved = pipeline(4, micro_batches=4, num_layers=16, virtual_pipeline_model_parallel_size=4)
     assert differing_stages(interleaved) == [(0,), (1,), (2,), (3,)]
     assert len(differing_stages(pipeline(6, num_layers=6))) == 6
+    marked = [pipeline(4, 1, pipeline_model_parallel_layout=text) for text in ("Et|t|t|tL", "Et|t|tm|tL")]
+    assert [len(differing_stages(each)) for each in marked] == [3, 4]
 
 
 def test_a_step_with_few_micro_batches_has_no_more_than_those_under_way(server: TraceServer) -> None:
