@@ -194,9 +194,13 @@ def get_batch(host: Iterator[dict[str, torch.Tensor]], chunk: Any) -> dict[str, 
     )
 
 
-def _forward(host: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def _forward(
+    host: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = get_batch(host, model)
-    losses = model(
+    # Where two micro-batches take turns (`--overlap-moe-expert-parallel-comm`) the schedule runs the layers itself.
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    losses = run(
         batch["tokens"],
         batch["position_ids"],
         batch.get("attention_mask"),

@@ -193,6 +193,8 @@ class _Mapping:
         """Carry an argument that no field expresses along as it was written, or report that it is lost."""
         shown = self.given.get(dest) if value is None else value
         words = self.written.get(dest)
+        if dest == "rope_type":  # which multi-latent attention has by default
+            words = [self.options[dest], str(shown)]
         if words:
             self.launched[dest] = shlex.join(words)
         (self.priced_not if words else self.lost).append(f"{self.options[dest]}{_as_written(shown)}: {meaning}")
@@ -264,10 +266,9 @@ class _Mapping:
                 "max_position_embeddings", f"a table of so many positions; taken as {values['seq_length']}", longest
             )
         if latent and self.config["rope_type"] != "rope":
+            kind_of_mla = self.config["rope_type"]
             self._lose(
-                "rope_type",
-                "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion",
-                self.config["rope_type"],
+                "rope_type", "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion", kind_of_mla
             )
         return {
             "position_embedding_type": kind,

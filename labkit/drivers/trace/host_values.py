@@ -13,7 +13,7 @@ from labkit.drivers.trace.tracker import StorageTracker
 
 _MOST = 2**14
 """Elements worth remembering."""
-_COPY = torch.ops.aten._to_copy.default
+_COPY, _COPY_INTO = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 
 
 class HostValues:
@@ -26,7 +26,7 @@ class HostValues:
     @property
     def operators(self) -> Mapping[Any, Callable[..., Any]]:
         """Operators that this answers."""
-        return {_COPY: self._to_copy}
+        return {_COPY: self._to_copy, _COPY_INTO: self._copy_into}
 
     def _to_copy(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         if tensor.is_floating_point() or tensor.numel() > _MOST:
@@ -43,6 +43,12 @@ class HostValues:
             if held is not None:
                 self._values[held.serial] = value.to(dtype=copied.dtype, copy=True)
         return copied
+
+    def _copy_into(self, destination: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        """Activations that are offloaded: no data reaches the host."""
+        if destination.is_meta or not source.is_meta:
+            _COPY_INTO(destination, source, *rest, **options)
+        return destination
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         held = None if self.tracker is None else self.tracker.allocation_of(tensor)

@@ -121,8 +121,11 @@ def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None
 
 def _collectives() -> Iterator[Replacement]:
     """Collectives the fake process group cannot answer; it answers those on tensors itself."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
 
+    # `--high-priority-stream-groups`: options that only NCCL's groups take.
+    yield Replacement(parallel_state, "get_nccl_options", lambda *args, **kwargs: None, NOTHING)
     for owner in (param_and_grad_buffer, dist):
         # Transformer Engine gathers the data and the scales of quantized tensors at once.
         yield Replacement(owner, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.drivers.trace.origin import Maker, Origin
@@ -197,6 +198,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return function(*args, **(kwargs or {}))  # DTensor works out shapes
         if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             # Tensors made of others: their class runs operators on those, which come back here.
             return NotImplemented
