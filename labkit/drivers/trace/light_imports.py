@@ -44,11 +44,17 @@ def _refuse(*args: Any, **options: Any) -> Any:
     raise NotImplementedError("a trace exports nothing to ONNX")
 
 
+def _deterministic_without_inductor(mode: bool, *, warn_only: bool = False) -> None:
+    """The original also tells Inductor, whose import needs TorchDynamo."""
+    torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+
+
 def replacements() -> Iterator[Replacement]:
     """Stand-ins in `sys.modules`, and a `torch.compile` that compiles nothing."""
     yield Replacement(
         torch, "compile", compile_nothing, "what is alive at the end of a compiled region, at that moment"
     )
+    yield Replacement(torch, "use_deterministic_algorithms", _deterministic_without_inductor, NOTHING)
     if _DYNAMO not in sys.modules:
         rules = SimpleNamespace(clear_lru_cache=_unchanged)  # torch.distributed clears it with every new group
         dynamo = _StandIn(_DYNAMO, _unchanged, config=SimpleNamespace(), trace_rules=rules)
