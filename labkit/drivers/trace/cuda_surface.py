@@ -288,7 +288,7 @@ def read_scalar(tensor: torch.Tensor) -> bool | int | float:
 
     A step reads gradient norms, overflow flags and token counts; zero means nothing to clip, nothing overflowed.
     """
-    if not tensor.is_meta:
+    if not on_device(tensor):
         value: bool | int | float = torch.ops.aten._local_scalar_dense(tensor)
         return value
     if tensor.dtype == torch.bool:

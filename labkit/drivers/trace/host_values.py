@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.tracker import StorageTracker
 
 _MOST = 2**14
@@ -32,12 +33,12 @@ class HostValues:
         if tensor.is_floating_point() or tensor.numel() > _MOST:
             copied: torch.Tensor = _COPY(tensor, **options)
             return copied
-        value = self._known(tensor) if tensor.is_meta else tensor
+        value = self._known(tensor) if on_device(tensor) else tensor
         device = options.get("device")
-        if tensor.is_meta and device is not None and torch.device(device).type == "cpu" and value is not None:
+        if on_device(tensor) and device is not None and torch.device(device).type == "cpu" and value is not None:
             return value.to(dtype=options.get("dtype"), copy=True)
         copied = _COPY(tensor, **options)
-        if copied.is_meta and value is not None and self.tracker is not None:
+        if on_device(copied) and value is not None and self.tracker is not None:
             self.tracker.seen(copied, _COPY)
             held = self.tracker.allocation_of(copied)
             if held is not None:

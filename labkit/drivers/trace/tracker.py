@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.origin import Maker, Origin
 from labkit.drivers.trace.patches import Replacement, installed
 from labkit.drivers.trace.work import WorkCounter
@@ -208,13 +209,13 @@ class StorageTracker(TorchDispatchMode):
         if self.work.counting:
             self.work.operator(function, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
-            if result.is_meta:
+            if on_device(result):
                 self.seen(result, function)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 # operators over lists of tensors may return lists in a tuple
                 for tensor in item if isinstance(item, list) else (item,):
-                    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                    if isinstance(tensor, torch.Tensor) and on_device(tensor):
                         self.seen(tensor, function)
         return result
 
