@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,8 @@ def train(workload: Workload, folder: Path) -> dict[str, Any]:
         optimizer: Any = build.build_optimizer(arguments, wrapped)
 
         def phase(iteration: int, name: str) -> None:
+            # gloo's threads let go of a collective's tensors a moment after it is over (`ProcessGroupGloo::runLoop`).
+            time.sleep(0.2)
             # AdamW counts steps in tensors that lie on the host with a GPU too (`Adam._init_group`).
             states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
             counts = {state["step"].untyped_storage()._cdata for state in states}
