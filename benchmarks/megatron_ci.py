@@ -14,10 +14,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError, LabkitError
 from labkit.importers.megatron import Imported, MegatronReader, import_text
+
+type Status = Literal["traced", "unsupported", "failed"]
 
 DEFAULT_GPUS = 8
 TORCH = "2.13.0"
@@ -94,7 +97,7 @@ class Job:
     gpu: str
     date: str
     group: str
-    status: Literal["traced", "unsupported", "failed"]
+    status: Status
     measured_bytes: int
     traced_bytes: int | None = None
     measured_first_step_bytes: int | None = None
@@ -154,6 +157,9 @@ def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:
         return _job(row, "unsupported", reason="; ".join(found.not_expressed))
     try:
         trace = server.run(found.workload, rank=found.workload.parallelism.world_size - 1)
+    except Unfinished as error:
+        status: Status = "unsupported" if error.outcome == "unsupported" else "failed"
+        return _job(row, status, reason=str(error))
     except LabkitError as error:
         return _job(row, "failed", reason=str(error))
     return _compared(row, trace, time.monotonic() - began, found)
@@ -172,7 +178,7 @@ def _compared(row: Row, trace: Trace, seconds: float, found: Imported) -> Job:
     )
 
 
-def _job(row: Row, status: Literal["traced", "unsupported", "failed"], **fields: object) -> Job:
+def _job(row: Row, status: Status, **fields: object) -> Job:
     return Job(
         case=row.case,
         family=row.family,
