@@ -40,11 +40,6 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
             )
     if namespace.use_megatron_fsdp:
         namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
-    if namespace.cuda_graph_impl != "none":
-        raise InputError(
-            "launch.arguments: --cuda-graph-impl keeps private memory pools, which a trace does not follow; "
-            "leave it out to trace the same step without CUDA graphs"
-        )
     if namespace.fp16:
         namespace.bf16 = False
     validate_args(namespace)

@@ -27,7 +27,7 @@ from labkit.drivers.trace.surface import fake_cuda
 from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
 from labkit.drivers.trace.work import WorkCounter, counted_by
-from labkit.errors import WorkError
+from labkit.errors import InputError, WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Routing, Workload
 from labkit.workload.gpu import GPUS
@@ -164,6 +164,11 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
     # As many micro-batches as show all that a step holds.
     arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
+    if arguments.cuda_graph_impl != "none":
+        raise InputError(
+            "launch.arguments: --cuda-graph-impl keeps private memory pools, which a trace does not follow; "
+            "leave it out to trace the same step without CUDA graphs"
+        )
     phase(0, "setup")
     with tracker.origin.inside("initialize"):
         build.initialize_megatron(arguments)
