@@ -1,5 +1,6 @@
 """A trace in this process: real Megatron Core and Transformer Engine steps over meta tensors, every storage booked."""
 
+import argparse
 import gc
 import itertools
 import os
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -164,11 +165,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
     # As many micro-batches as show all that a step holds.
     arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
-    if arguments.cuda_graph_impl != "none":
-        raise InputError(
-            "launch.arguments: --cuda-graph-impl keeps private memory pools, which a trace does not follow; "
-            "leave it out to trace the same step without CUDA graphs"
-        )
+    _refuse_graphs(arguments)
     phase(0, "setup")
     with tracker.origin.inside("initialize"):
         build.initialize_megatron(arguments)
@@ -180,13 +177,10 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     with tracker.origin.inside("gradient_buffers"):
         wrapped = build.wrap(arguments, chunks)
     # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
-    for number, buffers in enumerate([] if arguments.use_megatron_fsdp else wrapped):
-        for group in ("buffers", "expert_parallel_buffers"):
-            for index, buffer in enumerate(getattr(buffers, group)):
-                path = f"{group}.{index}" if len(wrapped) == 1 else f"model_chunk{number}.{group}.{index}"
-                if buffer.param_data is not None:
-                    name(buffer.param_data, "parameters", f"{path}.param_data")
-                name(buffer.grad_data, "gradients", f"{path}.grad_data")
+    for path, buffer in () if arguments.use_megatron_fsdp else _buffers(wrapped):
+        if buffer.param_data is not None:
+            name(buffer.param_data, "parameters", f"{path}.param_data")
+        name(buffer.grad_data, "gradients", f"{path}.grad_data")
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(arguments, wrapped)
     with tracker.origin.watching(*(chunk.module for chunk in chunks)):
@@ -203,6 +197,23 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         names=names,
     )
+
+
+def _refuse_graphs(arguments: argparse.Namespace) -> None:
+    if arguments.cuda_graph_impl != "none":
+        raise InputError(
+            "launch.arguments: --cuda-graph-impl keeps private memory pools, which a trace does not follow; "
+            "leave it out to trace the same step without CUDA graphs"
+        )
+
+
+def _buffers(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Each contiguous buffer of the chunks and its path."""
+    for number, chunk in enumerate(wrapped):
+        for group in ("buffers", "expert_parallel_buffers"):
+            for index, buffer in enumerate(getattr(chunk, group)):
+                path = f"{group}.{index}"
+                yield path if len(wrapped) == 1 else f"model_chunk{number}.{path}", buffer
 
 
 def _trace(workload: Workload, rank: int, tracker: StorageTracker, built: _Built, seconds: float) -> Trace:
