@@ -12,18 +12,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.megatron_ci import Job, Row, read_rows, relative, traced
+from benchmarks.running import traced_each
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
@@ -34,23 +32,9 @@ FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "h
 
 
 def run(rows: Sequence[Row], workers: int, console: Console) -> list[Job]:
-    """Every job, in the order of `rows`, `workers` at a time; progress shows where someone watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext()
-    found: dict[int, Job] = {}
-    with (
-        MegatronReader() as reader,
-        TraceServer() as server,
-        ThreadPoolExecutor(workers) as pool,
-        progress as bar,
-    ):
-        task = None if bar is None else bar.add_task("tracing", total=len(rows))
-        waiting = {pool.submit(traced, row, reader, server): number for number, row in enumerate(rows)}
-        for future in as_completed(waiting):
-            found[waiting[future]] = future.result()
-            if bar is not None and task is not None:
-                bar.advance(task)
-    return [found[number] for number in range(len(rows))]
+    """Every job, in the order of `rows`."""
+    with MegatronReader() as reader, TraceServer() as server:
+        return traced_each(lambda row: traced(row, reader, server), rows, workers, console)
 
 
 def summary(jobs: Sequence[Job]) -> list[dict[str, object]]:

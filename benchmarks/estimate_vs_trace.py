@@ -11,16 +11,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.running import traced_each
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import LabkitError
 from tests.memory.grid import FAMILIES, NAMES, workload
@@ -80,18 +78,9 @@ def measured(name: str, server: TraceServer) -> Case:
 
 
 def run(names: Sequence[str], workers: int, console: Console) -> list[Case]:
-    """Every case, in the order of `names`, `workers` at a time; progress shows where someone watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext()
-    found: dict[str, Case] = {}
-    with TraceServer() as server, ThreadPoolExecutor(workers) as pool, progress as bar:
-        task = None if bar is None else bar.add_task("tracing", total=len(names))
-        waiting = {pool.submit(measured, name, server): name for name in names}
-        for future in as_completed(waiting):
-            found[waiting[future]] = future.result()
-            if bar is not None and task is not None:
-                bar.advance(task)
-    return [found[name] for name in names]
+    """Every case, in the order of `names`."""
+    with TraceServer() as server:
+        return traced_each(lambda name: measured(name, server), names, workers, console)
 
 
 def worst(cases: Iterable[Case], field: str) -> Case | None:

@@ -5,6 +5,7 @@ The inverse of `labkit.importers.fields`. Source: `megatron.training.arguments`,
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
@@ -30,7 +31,15 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         InputError: an option of `launch` does not exist, or a field of the workload expresses it.
         AssertionError, ValueError: Megatron's validator refuses the workload.
     """
-    namespace, launched = _parsed([] if workload.launch is None else workload.launch.words)
+    words = [] if workload.launch is None else workload.launch.words
+    launched: dict[str, str] = {}
+
+    def find(parser: argparse.ArgumentParser) -> list[str]:
+        options, names = parser._option_string_actions, [word.partition("=")[0] for word in words]
+        launched.update((options[name].dest, name) for name in names if name in options)
+        return words
+
+    namespace = parse(find, lambda message: f"launch.arguments: {message[:300]}")
     for name, value in arguments_of(workload, num_microbatches=num_microbatches).items():
         if name not in launched:
             setattr(namespace, name, value)
@@ -38,37 +47,42 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
             raise InputError(
                 f"launch.arguments: {launched[name]} is what a field of the workload says; change it there"
             )
-    if namespace.use_megatron_fsdp:
-        namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
     if namespace.fp16:
         namespace.bf16 = False
-    validate_args(namespace)
+    validate(namespace)
     return namespace
 
 
-def _parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """What Megatron-LM's parser makes of words, and the option of each argument (`dest`) among them."""
-    launched: dict[str, str] = {}
+def parse(find: Callable[[argparse.ArgumentParser], list[str]], sentence: Callable[[str], str]) -> argparse.Namespace:
+    """What Megatron-LM's parser makes of the words that `find` gives it.
 
-    def look(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        options = parser._option_string_actions
-        names = [word.partition("=")[0] for word in words]
-        launched.update((options[name].dest, name) for name in names if name in options)
+    Raises:
+        InputError: it refuses them: the `sentence` for its message.
+    """
+
+    def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sys.argv = ["megatron", *find(parser)]
         return parser
+
+    def refuse(_parser: argparse.ArgumentParser, message: str) -> None:
+        raise InputError(sentence(message))
 
     # `parse_args` reads `sys.argv`, and leaves the process where it refuses.
     argv, error = sys.argv, argparse.ArgumentParser.error
-    sys.argv = ["megatron", *words]
-    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign,assignment]
+    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign,assignment]
     try:
-        return parse_args(look), launched
+        namespace: argparse.Namespace = parse_args(prepare)
+        return namespace
     finally:
         sys.argv = argv
         argparse.ArgumentParser.error = error  # type: ignore[method-assign]
 
 
-def _refuse(_parser: argparse.ArgumentParser, message: str) -> None:
-    raise InputError(f"launch.arguments: {message[:300]}")
+def validate(namespace: argparse.Namespace) -> None:
+    """Megatron's validator, which completes the arguments in place; it raises what it likes."""
+    if namespace.use_megatron_fsdp:
+        namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
+    validate_args(namespace)
 
 
 def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]:

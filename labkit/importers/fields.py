@@ -266,10 +266,8 @@ class _Mapping:
                 "max_position_embeddings", f"a table of so many positions; taken as {values['seq_length']}", longest
             )
         if latent and self.config["rope_type"] != "rope":
-            kind_of_mla = self.config["rope_type"]
-            self._lose(
-                "rope_type", "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion", kind_of_mla
-            )
+            meaning = "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion"
+            self._lose("rope_type", meaning, self.config["rope_type"])
         return {
             "position_embedding_type": kind,
             "rotary_base": int(values["rotary_base"]),

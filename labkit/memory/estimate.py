@@ -100,11 +100,6 @@ def fullest_stage(workload: Workload) -> int:
     return max(peaks, key=lambda peak: peak.peak_tensor_bytes).stage if peaks else 0
 
 
-def fullest_rank(workload: Workload) -> int:
-    """The first rank of that stage."""
-    return workload.parallelism.first_rank(fullest_stage(workload))
-
-
 @lru_cache(maxsize=16)
 def stage_peaks(workload: Workload) -> tuple[StagePeak, ...]:
     """The peaks of the pipeline stages; none where there is one stage alone."""

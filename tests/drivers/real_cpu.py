@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from labkit import Workload
+from labkit.drivers.trace.cuda_surface import _Device, _is_cuda
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -42,13 +43,6 @@ class Idle:
         return lambda *args, **kwargs: None
 
 
-class _Device(contextlib.nullcontext[None]):
-    """`torch.cuda.device`."""
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__()
-
-
 class CudaAsCpu(TorchFunctionMode):
     """Answers requests for tensors on CUDA with tensors on the CPU; what moves there is a copy, as it would be."""
 
@@ -61,10 +55,6 @@ class CudaAsCpu(TorchFunctionMode):
             return args[0].clone()
         options = {name: CPU if _is_cuda(value) else value for name, value in (kwargs or {}).items()}
         return function(*(CPU if _is_cuda(argument) else argument for argument in args), **options)
-
-
-def _is_cuda(value: Any) -> bool:
-    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
 
 
 class Storages(TorchDispatchMode):

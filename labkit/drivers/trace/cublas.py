@@ -2,7 +2,7 @@
 
 `aten/src/ATen/cuda/CublasHandlePool.cpp`: each pair of cuBLAS handle and stream gets one workspace, kept for the
 life of the process, the first time it is used for a product; a handle belongs to a thread. Training has two: the
-thread that runs forward and autograd's device thread. The size is `Gpu.cublas_workspace_bytes`. Transformer Engine's
+thread that runs forward and autograd's device thread. The size is `Training.workspaces`. Transformer Engine's
 own workspaces are Python tensors and seen without help.
 """
 

@@ -18,10 +18,10 @@ _COPY, _COPY_INTO = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.defaul
 
 
 class HostValues:
-    """Give `operators` to the tracker."""
+    """Give `operators` to the tracker, which `tracker` returns once it is made."""
 
-    def __init__(self) -> None:
-        self.tracker: StorageTracker | None = None
+    def __init__(self, tracker: Callable[[], StorageTracker]) -> None:
+        self._tracker = tracker
         self._values: dict[int, torch.Tensor] = {}
 
     @property
@@ -38,21 +38,21 @@ class HostValues:
         if on_device(tensor) and device is not None and torch.device(device).type == "cpu" and value is not None:
             return value.to(dtype=options.get("dtype"), copy=True)
         copied = _COPY(tensor, **options)
-        if on_device(copied) and value is not None and self.tracker is not None:
-            self.tracker.seen(copied, _COPY)
-            held = self.tracker.allocation_of(copied)
+        if on_device(copied) and value is not None:
+            self._tracker().seen(copied, _COPY)
+            held = self._tracker().allocation_of(copied)
             if held is not None:
                 self._values[held.serial] = value.to(dtype=copied.dtype, copy=True)
         return copied
 
     def _copy_into(self, destination: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         """Activations that are offloaded: no data reaches the host."""
-        if destination.is_meta or not source.is_meta:
+        if on_device(destination) or not on_device(source):
             _COPY_INTO(destination, source, *rest, **options)
         return destination
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        held = None if self.tracker is None else self.tracker.allocation_of(tensor)
+        held = self._tracker().allocation_of(tensor)
         value = None if held is None else self._values.get(held.serial)
         if value is None or value.numel() != tensor.numel():
             return None

@@ -17,6 +17,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,8 +84,9 @@ def read(
     Raises:
         InputError: Megatron refuses them, or they are not all known.
     """
-    import torch
-    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    from labkit.drivers.arguments import parse, validate
 
     for name in [name for name in os.environ if READ_FROM_ENVIRONMENT.fullmatch(name)]:
         del os.environ[name]
@@ -92,34 +95,25 @@ def read(
     parsers: list[argparse.ArgumentParser] = []
     written: dict[str, list[str]] = {}
 
-    def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def find(parser: argparse.ArgumentParser) -> list[str]:
         parsers.append(parser)
         groups = _known(request["arguments"], parser, request["silent"])
         written.update((action.dest, words) for action, words in groups if action is not None)
-        sys.argv = ["megatron", *(word for _, words in groups for word in words)]
-        return parser
+        return [word for _, words in groups for word in words]
 
     with _one_sentence("Megatron's parser"):
-        namespace = arguments.parse_args(prepare)
+        namespace = parse(find, lambda message: _shown(message, 400))
     (parser,) = parsers
     given = {name: value for name, value in vars(namespace).items() if value != parser.get_default(name)}
     for name in (*_FILES, *_FILES_OF_KITCHEN):
         if hasattr(namespace, name):
             setattr(namespace, name, parser.get_default(name))
-    if namespace.use_megatron_fsdp:
-        namespace.ckpt_format = "fsdp_dtensor"  # which it asks for; checkpoints decide no memory
     if request["world_size"] is None:
         namespace.world_size = _smallest_world(namespace)
-    # It would import a compiler; nothing is computed here.
-    torch.use_deterministic_algorithms = _nothing
     with _one_sentence("Megatron's validator"):
-        arguments.validate_args(namespace)
-        config = arguments.core_transformer_config_from_args(namespace)
+        validate(namespace)
+        config = core_transformer_config_from_args(namespace)
     return namespace, parser, given, config, written
-
-
-def _nothing(*arguments: Any, **options: Any) -> None:
-    pass
 
 
 def _environment(environment: dict[str, str], words: list[str]) -> dict[str, str]:
@@ -219,26 +213,15 @@ def _smallest_world(namespace: argparse.Namespace) -> int:
     return max(math.lcm(dense, experts), 1)
 
 
-class _one_sentence:  # used as a function
+@contextmanager
+def _one_sentence(who: str) -> Iterator[None]:
     """Whatever Megatron says when it refuses becomes an `InputError`."""
-
-    def __init__(self, who: str) -> None:
-        self.who = who
-
-    def __enter__(self) -> None:
-        self._error = argparse.ArgumentParser.error
-        argparse.ArgumentParser.error = _raise  # type: ignore[method-assign,assignment]
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        argparse.ArgumentParser.error = self._error  # type: ignore[method-assign]
-        if error is None or isinstance(error, InputError):
-            return
-        if isinstance(error, Exception | SystemExit):
-            raise InputError(f"{self.who} refuses the arguments: {_said(error)}") from None
-
-
-def _raise(parser: argparse.ArgumentParser, message: str) -> None:
-    raise InputError(_shown(message, 400))
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever Megatron raises)
+        raise InputError(f"{who} refuses the arguments: {_said(error)}") from None
 
 
 def _said(error: BaseException) -> str:

@@ -123,10 +123,11 @@ def _collectives() -> Iterator[Replacement]:
     """Collectives the fake process group cannot answer; it answers those on tensors itself."""
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as sharded_buffers
 
     # `--high-priority-stream-groups`: options that only NCCL's groups take.
     yield Replacement(parallel_state, "get_nccl_options", lambda *args, **kwargs: None, NOTHING)
-    for owner in (param_and_grad_buffer, dist):
+    for owner in (param_and_grad_buffer, sharded_buffers, dist):
         # Transformer Engine gathers the data and the scales of quantized tensors at once.
         yield Replacement(owner, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place")
     objects = "a few KiB while the pickled objects travel"
@@ -136,13 +137,12 @@ def _collectives() -> Iterator[Replacement]:
 
 def _fully_sharded() -> Iterator[Replacement]:
     """Megatron-FSDP asks all ranks whether their shards make up a tensor."""
-    name = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
-    buffers = importlib.import_module(name)
+    from megatron.core.distributed import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as sharded_buffers
+
     checked = "a few integers while they are compared"
-    yield Replacement(buffers, "validate_uneven_dtensor", lambda tensor: None, checked)
-    yield Replacement(buffers, "_coalescing_manager", _coalescing_manager, "nothing: collectives run in place")
-    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").FullyShardedDataParallel
-    yield Replacement(adapter, "sync_rng_states_across_tp_group", lambda self: None, NOTHING)
+    yield Replacement(sharded_buffers, "validate_uneven_dtensor", lambda tensor: None, checked)
+    yield Replacement(FullyShardedDataParallel, "sync_rng_states_across_tp_group", lambda self: None, NOTHING)
 
 
 def shared_expert_gates(origin: Origin) -> Iterator[Replacement]:

@@ -64,7 +64,7 @@ def trace_here(
     started = time.monotonic()
     gpu = GPUS[workload.training.gpu]
     workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
-    host_values = HostValues()
+    host_values = HostValues(lambda: tracker)
     origin = Origin(stream=lambda: cuda_surface.Stream.current.stream_id)
     tracker = StorageTracker(
         origin,
@@ -77,8 +77,6 @@ def trace_here(
         },
         work=WorkCounter(origin, gpu, iteration=iterations),
     )
-
-    host_values.tracker = tracker
 
     def phase(iteration: int, name: str) -> None:
         on_phase(iteration, name)
