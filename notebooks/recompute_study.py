@@ -11,7 +11,7 @@
 #
 # One control and candidates that differ from it in the recompute choice alone: what each holds by closed-form estimate,
 # by a trace of the real Megatron Core code without a GPU, and by publication; and which one to try first.
-# Peaks are of one rank, that of the pipeline stage that holds most by estimate. 1 GiB is $2^{30}$ bytes.
+# Peaks are of one rank, that of the pipeline stage that holds most. 1 GiB is $2^{30}$ bytes.
 
 # %% tags=["parameters"]
 study = "data/studies/moonlight-16b.yaml"
