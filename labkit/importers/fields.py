@@ -12,7 +12,7 @@ from labkit.errors import InputError
 from labkit.importers.silent import decides_no_memory, is_conditional
 from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
-from labkit.workload.launch import READ_FROM_ENVIRONMENT
+from labkit.workload.launch import FIELD_OF_VARIABLE, READ_FROM_ENVIRONMENT
 
 _GPT2_VOCABULARY = 50257
 _LLAMA2_VOCABULARY = 32000
@@ -134,11 +134,8 @@ _ENVIRONMENT = {
 }
 """Variables that change what is allocated, the value that is labkit's, and what another one means."""
 _WORKSPACES, _NONDETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-"""Fields of their own."""
-
-
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", _WORKSPACES, _NONDETERMINISTIC, *_ALLOCATOR)
+_SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", *FIELD_OF_VARIABLE)
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
 
 

@@ -10,6 +10,13 @@ from labkit.workload.base import Many, Part
 
 READ_FROM_ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA_DEVICE|CUDA_GRAPHS|CUBLAS|MAMBA|PYTORCH_(CUDA_)?ALLOC)_\w+")
 """Variables that Megatron's validator, Megatron Core, Transformer Engine or PyTorch read, and that load nothing."""
+FIELD_OF_VARIABLE = {
+    "CUBLAS_WORKSPACE_CONFIG": "training.cublas_workspace_config",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "training.kernels.deterministic_attention",
+    "PYTORCH_CUDA_ALLOC_CONF": "training.allocator",
+    "PYTORCH_ALLOC_CONF": "training.allocator",
+}
+"""Variables that another field of a workload says."""
 _OPTION = re.compile(r"--[A-Za-z0-9]+([-_][A-Za-z0-9]+)*")
 
 
@@ -31,6 +38,8 @@ def _variable(text: str) -> str:
         raise ValueError("should be NAME=value")
     if not READ_FROM_ENVIRONMENT.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no variable that Megatron, Transformer Engine or PyTorch reads for this")
+    if name in FIELD_OF_VARIABLE:
+        raise ValueError(f"{name} is what {FIELD_OF_VARIABLE[name]} says; set it there")
     return text
 
 

@@ -43,6 +43,7 @@ def test_a_wrong_argument_is_one_sentence(server: TraceServer, argument: str, sa
         ({"arguments": ["--lr '1"]}, "a quote is not closed"),
         ({"environment": ["LD_PRELOAD=x.so"]}, "'LD_PRELOAD' is no variable"),
         ({"environment": ["NVTE_FLASH_ATTN"]}, "should be NAME=value"),
+        ({"environment": ["PYTORCH_ALLOC_CONF=x:1"]}, "is what training.allocator says; set it there"),
     ],
 )
 def test_a_wrong_section_is_one_sentence(section: dict[str, list[str]], said: str) -> None:
