@@ -9,7 +9,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +21,7 @@ import labkit
 from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
-    from labkit.drivers.trace.driver import Trace
-    from labkit.drivers.trace.server import Limits
+    from labkit.drivers.trace.server import Limits, PhaseCallback, TraceServer
     from labkit.study import Study
     from labkit.workload import Workload
     from labkit.workload.base import Part
@@ -134,12 +134,16 @@ def trace(
     workers: WorkersOption = None,
     time_limit: TimeLimitOption = 600,
     memory_limit: MemoryLimitOption = 4,
+    ranges: Annotated[
+        bool, typer.Option("--ranges", help="Also trace the other values of what the workload does not state.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Trace the peak memory: the real Megatron Core code over tensors without data, no GPU.
 
     One rank of every pipeline stage that can differ is traced; the one that holds most is shown in full.
     """
+    from labkit.drivers.trace.ranges import ranged
     from labkit.workload import Workload
 
     if rank is not None and stage is not None:
@@ -147,7 +151,10 @@ def trace(
     checked = Workload.load(workload)
     if _existing(stage, checked) is not None:
         rank = checked.parallelism.first_rank(stage or 0)
-    _show(_traced(checked, rank, workers, _limits(time_limit, memory_limit)).summary, json)
+    with _tracing(checked, workers, _limits(time_limit, memory_limit)) as (server, on_phase):
+        traced = server.run_stages(checked, on_phase) if rank is None else server.run(checked, on_phase, rank=rank)
+        summary = ranged(traced, server, on_phase) if ranges else traced.summary
+    _show(summary, json)
 
 
 @app.command()
@@ -165,10 +172,12 @@ def compare(
 
     checked = Workload.load(workload)
     result = estimated(checked, _existing(stage, checked))
+    with _tracing(checked) as (server, on_phase):
+        traced = server.run(checked, on_phase, rank=result.rank)
     comparison = Comparison(
         workload=f"{checked.model.name}, recompute {checked.recompute.label}, rank {result.rank}",
         workload_hash=checked.content_hash,
-        sections=compared(result.ledger, _traced(checked, result.rank).ledger),
+        sections=compared(result.ledger, traced.ledger),
     )
     _show(comparison if everything else comparison.only_differences(), json)
 
@@ -329,10 +338,11 @@ def _limits(seconds: int, gib: int) -> "Limits":
     return Limits(seconds, gib * GIB)
 
 
-def _traced(
-    workload: "Workload", rank: int | None, workers: int | None = None, limits: "Limits | None" = None
-) -> "Trace":
-    """The trace of a rank, or of all stages; where someone watches, its phase shows on stderr."""
+@contextmanager
+def _tracing(
+    workload: "Workload", workers: int | None = None, limits: "Limits | None" = None
+) -> Iterator[tuple["TraceServer", "PhaseCallback"]]:
+    """A server that traces, and what shows its phase on stderr where someone watches."""
     from rich.markup import escape
 
     from labkit.console import Terminal
@@ -345,11 +355,9 @@ def _traced(
     ):
 
         def on_phase(iteration: int, phase: str) -> None:
-            line.update(f"tracing {name}: iteration {iteration}, {phase}")
+            line.update(f"tracing {name}: iteration {iteration}, {escape(phase)}")
 
-        if rank is None:
-            return server.run_stages(workload, on_phase)
-        return server.run(workload, on_phase, rank=rank)
+        yield server, on_phase
 
 
 def _existing(stage: int | None, workload: "Workload") -> int | None:

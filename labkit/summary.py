@@ -210,7 +210,9 @@ class Summary(Part):
     peak_range: PeakRange | None = None
     """Over all plausible values of what the workload leaves open; None where it leaves nothing open that matters."""
     ranges: Many[Range] = ()
-    """What the peak rests on that the workload does not state (`labkit estimate`)."""
+    """What the peak rests on that the workload does not state."""
+    assumed: Many[str] = ()
+    """`FIELD value` of what it does not state and whose other values were not tried (a trace without ranges)."""
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.table import Table
@@ -252,6 +254,8 @@ class Summary(Part):
             yield self._ranks_table()
         if self.ranges:
             yield self._ranges_table()
+        if self.assumed:
+            yield Text(f"{self.assumption} (--ranges traces what else they may be).", style="yellow")
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="yellow")
         if self.versions:
@@ -339,6 +343,11 @@ class Summary(Part):
         )
 
     @property
+    def assumption(self) -> str:
+        """What was taken for fields that the workload does not state; or empty."""
+        return f"Not stated, and taken as: {', '.join(self.assumed)}" if self.assumed else ""
+
+    @property
     def span(self) -> str:
         """One sentence: between which peaks the open fields leave it, and whether that decides if it fits; or empty."""
         if self.peak_range is None:
@@ -362,6 +371,9 @@ class Summary(Part):
         )
         raised = f"Raised to a peak {self.raised}." if self.raised else ""
         warnings = "".join(f"<p>Range: {escape(str(each))}</p>" for each in self.ranges)
+        warnings += (
+            f"<p>{escape(self.assumption)} (<code>.ranged</code> traces the others).</p>" if self.assumed else ""
+        )
         warnings += "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
         return (
             f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "

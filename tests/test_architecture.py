@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
 GROUND = {"errors", "files", "workload"}
-TABLE = GROUND | {"ledger", "allocator", "comparison", "summary", "work"}
+TABLE = GROUND | {"ledger", "allocator", "comparison", "summary", "ranges", "work"}
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "allocator": TABLE,
     "snapshot": TABLE,
     "summary": TABLE,
+    "ranges": GROUND | {"summary"},
     "work": GROUND,
     "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},

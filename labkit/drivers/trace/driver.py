@@ -12,6 +12,7 @@ from labkit.ledger import Ledger
 from labkit.summary import RankSummary, Result, Summary, Written
 from labkit.work import WorkRow
 from labkit.workload import Workload
+from labkit.workload.unstated import open_fields
 
 
 class Trace(Result):
@@ -50,8 +51,16 @@ class Trace(Result):
     @cached_property
     def summary(self) -> Summary:
         """The result on one page, with every rank that was traced."""
-        update = {"ranks": tuple(map(_summarised, self.measurement.ranks)), "versions": self.measurement.versions}
-        return super().summary.model_copy(update=update)
+        assumed = tuple(f"{each.field} {each.assumed}" for each in open_fields(self.workload))
+        ranks, versions = tuple(map(_summarised, self.measurement.ranks)), self.measurement.versions
+        return super().summary.model_copy(update={"ranks": ranks, "versions": versions, "assumed": assumed})
+
+    @cached_property
+    def ranged(self) -> Summary:
+        """The summary with the peak's range over what the workload does not state: as many more traces."""
+        from labkit.drivers.trace.ranges import ranged
+
+        return ranged(self, _shared.server())
 
     @property
     def work(self) -> tuple[WorkRow, ...]:
