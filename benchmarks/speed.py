@@ -25,11 +25,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from labkit.drivers.trace.server import Limits, TraceServer
 from labkit.memory.estimate import estimate
 from labkit.memory.outline import outline
 from labkit.memory.sweep import sweep, variations
 from labkit.summary import Summary
 from labkit.workload import RECOMPUTE_MODULES, Parallelism, Recompute, Workload
+from labkit.workload.files import load_mapping
 
 ROOT = Path(__file__).resolve().parent.parent
 LABKIT = [sys.executable, "-m", "labkit"]
@@ -87,6 +89,29 @@ def time_estimate(runs: int) -> Timing:
 def time_trace() -> Timing:
     """`labkit trace`, one cell."""
     return Timing("labkit trace, one Moonlight cell", 15, [timed([*LABKIT, "trace", WORKLOAD, "--json"])])
+
+
+def hybrid_model(layers: int) -> Workload:
+    """Qwen's gated delta nets with attention in every fourth layer, on eight ranks, trained whole."""
+    model = {**load_mapping(ROOT / "data/models/qwen3.8-27b.yaml"), "name": "qwen3.8-27b", "num_layers": layers}
+    layout = {"world_size": 8, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    batch = {"seq_length": 4096, "global_batch_size": 8}
+    training = {"gpu": "h200-141gb", "data_parallel": {"use_distributed_optimizer": True}}
+    return Workload.from_mapping({"model": model, "parallelism": layout, "batch": batch, "training": training})
+
+
+def time_warm_traces() -> list[Timing]:
+    """Traces of one rank by a process that holds the libraries ready, each within the usual limit of memory."""
+    cases = [("one Moonlight cell", 12, Workload.load(ROOT / WORKLOAD))]
+    cases += [(f"{layers} hybrid layers", 20, hybrid_model(layers)) for layers in (64, 32)]
+    with TraceServer(workers=1) as server:
+        server.run(cases[0][2])
+        seconds = [clocked(server.run, case) for *_, case in cases]
+    note = f"within {Limits().memory_bytes / 2**30:g} GiB of host memory"
+    return [
+        Timing(f"trace by a warm worker, {what}", target, [taken], note)
+        for (what, target, _), taken in zip(cases, seconds, strict=True)
+    ]
 
 
 def time_study() -> Timing:
@@ -211,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
 
     facts = machine()  # before the work, so that the load is other people's
-    timings = [time_estimate(runs=7), *time_outlines(64), time_sweep(), time_trace()]
+    timings = [time_estimate(runs=7), *time_outlines(64), time_sweep(), time_trace(), *time_warm_traces()]
     if not options.quick:
         timings.append(time_study())
     if options.tests:
