@@ -44,6 +44,10 @@ class Book:
         self.moments: list[Moment] = []
         self.phase = ""
         self._clock = 0
+        self._blocks: dict[int, int] = {}
+        """The entry that got the block, for entries that go on with one."""
+        self._users: dict[int, int] = {}
+        """How many entries are open on such a block."""
         self._open: dict[tuple[str, int], int] = {}
         """Entries of tensors of parameters, by the tensor's name and the parameter's number."""
 
@@ -67,8 +71,12 @@ class Book:
         recompute: str | None = None,
         count: int = 1,
         stream: int = 0,
+        goes_on: int | None = None,
     ) -> int:
-        """Write down a new tensor; returns its number."""
+        """Write down a new tensor; returns its number.
+
+        `goes_on`: an entry that is or was the same tensor by another name. Its block stays where it is.
+        """
         self._clock += 1
         self.entries.append(
             Entry(
@@ -89,7 +97,10 @@ class Book:
             )
         )
         number = len(self.entries)
-        self.events.append((number, nbytes))
+        if goes_on is None:
+            self.events.append((number, nbytes))
+        else:
+            self._share(goes_on, number)
         self.streams.append(stream)
         return number
 
@@ -97,7 +108,21 @@ class Book:
         """The tensor is free from now on."""
         self._clock += 1
         self.entries[number - 1].dies = self._clock
-        self.events.append((-number, 0))
+        block = self._blocks.get(number, number)
+        if block in self._users:
+            self._users[block] -= 1
+            if self._users[block]:
+                return
+        self.events.append((-block, 0))
+
+    def _share(self, earlier: int, number: int) -> None:
+        """A new entry has the block of an earlier one, which is not freed before it."""
+        block = self._blocks[number] = self._blocks.get(earlier, earlier)
+        users = self._users.setdefault(block, int(self.entries[earlier - 1].dies is None))
+        if not users:
+            freed = next(index for index in range(-1, -len(self.events) - 1, -1) if self.events[index][0] == -block)
+            del self.events[freed]
+        self._users[block] += 1
 
     def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = False) -> None:
         """Do all the acts to one tensor after the other."""
@@ -141,7 +166,7 @@ class Book:
                 entry.dtype,
                 entry.count,
                 entry.bytes,
-                block_bytes[number],
+                block_bytes[self._blocks.get(number, number)],
                 entry.lifetime,
                 entry.certainty,
                 entry.recompute,

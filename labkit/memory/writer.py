@@ -20,6 +20,7 @@ from labkit.memory.script import (
     ONCE,
     OPEN,
     READ,
+    SENT_GRADIENT,
     TAKE,
     Slot,
     once_key,
@@ -59,6 +60,12 @@ class Writer:
         """Entry of the weight gradient that a chunk's last unit leaves to its first."""
         self._kept: dict[Boundary, int] = {}
         """Entries that variables of the schedule keep."""
+        self._boundaries: dict[Boundary, int] = {}
+        """The entry that a tensor at an end of a chunk has, or had last: variables and passes each make their own."""
+        self._freed: set[Boundary] = set()
+        """Those that variables have let go of since the last pass."""
+        self._goes_on: int | None = None
+        """The entry with which the first tensor of a pass goes on."""
         self._token_count = -1
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
@@ -75,6 +82,7 @@ class Writer:
 
     def zero_gradients(self) -> None:
         """A step begins."""
+        self._boundaries.clear()
         self._state.zero_gradients(self._book)
 
     def sync_gradients(self) -> None:
@@ -98,19 +106,28 @@ class Writer:
         unit = chunk.units[0]
         value = unit.script.slots[unit.script.output or 0].on(unit.tape)
         name = tensor.kind.replace(" ", "_")
-        self._kept[tensor] = self._book.open(
-            name, value.shape, value.dtype, value.bytes, module="pipeline", kind="pipeline"
+        self._kept[tensor] = self._boundaries[tensor] = self._book.open(
+            name,
+            value.shape,
+            value.dtype,
+            value.bytes,
+            module="pipeline",
+            kind="pipeline",
+            goes_on=self._boundaries.get(tensor),
         )
 
     def free(self, tensor: Boundary) -> None:
         """They let go of it."""
         self._book.close(self._kept.pop(tensor))
+        self._freed.add(tensor)
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
         """Forward pass of chunk `index`, from what the last chunk handed on where it begins in the middle."""
         frames = self._frames[index, microbatch] = []
         batch = self._batches[index, microbatch] = {}
         hidden = self._handed_on
+        begins = Boundary("input", index, microbatch)
+        self._take_over(begins)
         for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
@@ -118,7 +135,8 @@ class Writer:
             self._run(unit, unit.script.forward, frame, (index, position), batch)
             if unit.script.output is not None:
                 hidden = frame[unit.script.output]
-        self._handed_on = hidden
+        self._handed_on = self._boundaries[Boundary("output", index, microbatch)] = hidden
+        self._boundaries[begins] = frames[0][chunk.units[0].script.output or 0]
         for name in tuple(batch):
             self._done_with(batch, name)
 
@@ -126,6 +144,7 @@ class Writer:
         """Backward pass of that forward."""
         gradient = self._handed_on
         frames, batch = self._frames.pop((index, microbatch)), self._batches.pop((index, microbatch))
+        self._take_over(Boundary("output gradient", index, microbatch))
         for position in range(len(chunk.units) - 1, -1, -1):
             unit, frame = chunk.units[position], frames[position]
             frame[GRADIENT_OUT] = gradient
@@ -133,6 +152,14 @@ class Writer:
             if unit.script.gradient_in is not None:
                 gradient = frame[unit.script.gradient_in]
         self._handed_on = gradient
+        sent = self._held.get((-1, -1, SENT_GRADIENT))
+        if sent:
+            self._boundaries[Boundary("input gradient", index, microbatch)] = sent[-1]
+
+    def _take_over(self, tensor: Boundary) -> None:
+        """The first tensor that the pass makes is this one, if variables have just let go of it."""
+        self._goes_on = self._boundaries[tensor] if tensor in self._freed else None
+        self._freed.clear()
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
         """The caller of the model drops what it has kept."""
@@ -241,6 +268,7 @@ class Writer:
 
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:
         value = slot.on(unit.tape)
+        goes_on, self._goes_on = self._goes_on, None
         return self._book.open(
             slot.name,
             value.shape,
@@ -252,6 +280,7 @@ class Writer:
             lifetime="workspace" if library else "transient",
             certainty=value.certainty,
             recompute=slot.recompute,
+            goes_on=goes_on,
         )
 
     def _module(self, unit: Unit, module: str) -> str:
