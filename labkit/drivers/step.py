@@ -7,6 +7,7 @@ Megatron starts.
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -124,7 +126,27 @@ class TrainingStep:
         # What zeroing frees (the optimizer's copies of the gradients) is the last step's: the new one begins after it.
         self.iteration += 1
         self._begin("forward")
-        return self._schedule(**arguments)
+        with self._telling_turns():
+            return self._schedule(**arguments)
+
+    @contextmanager
+    def _telling_turns(self) -> Iterator[None]:
+        """Where two micro-batches take turns in a layer, one timer covers both: each stretch says which way it runs."""
+        ways = {way: getattr(ScheduleNode, way) for way in ("forward", "backward")}
+        for way, method in ways.items():
+            setattr(ScheduleNode, way, self._telling(way, method))
+        try:
+            yield
+        finally:
+            for way, method in ways.items():
+                setattr(ScheduleNode, way, method)
+
+    def _telling(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self._begin(phase)
+            return method(*arguments)
+
+        return run
 
     def _gather_together(self) -> None:
         if self.arguments.align_param_gather:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches
+from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches, offloading
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace
@@ -65,6 +65,7 @@ def trace_here(
     gpu = GPUS[workload.training.gpu]
     workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
     host_values = HostValues(lambda: tracker)
+    mended: set[str] = set()
     origin = Origin(stream=lambda: cuda_surface.Stream.current.stream_id)
     tracker = StorageTracker(
         origin,
@@ -88,6 +89,7 @@ def trace_here(
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
         enter(installed(dispatchers.replacements()))
+        enter(installed(offloading.replacements(workload, mended)))
         enter(installed(tracker.work.replacements()))
         enter(installed(megatron_patches.shared_expert_gates(tracker.origin)))
         enter(_process_group(workload, rank))
@@ -98,7 +100,7 @@ def trace_here(
         enter(counted_by(tracker.work))
         built = _run(workload, tracker, iterations, phase)
         # Before Megatron takes its groups and buffers down, which is no part of a step.
-        return _trace(workload, rank, tracker, built, time.monotonic() - started)
+        return _trace(workload, rank, tracker, built, mended, time.monotonic() - started)
 
 
 @contextmanager
@@ -214,7 +216,9 @@ def _buffers(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
                 yield path if len(wrapped) == 1 else f"model_chunk{number}.{path}", buffer
 
 
-def _trace(workload: Workload, rank: int, tracker: StorageTracker, built: _Built, seconds: float) -> Trace:
+def _trace(
+    workload: Workload, rank: int, tracker: StorageTracker, built: _Built, mended: set[str], seconds: float
+) -> Trace:
     streams = [allocation.maker.stream for allocation in tracker.allocations]
     simulated = simulate_training(tracker.events, streams, workload.training)
     ledger = Ledger(rows(workload, tracker.allocations, tracker.moments, built.names, simulated, rank), tracker.moments)
@@ -249,6 +253,7 @@ def _trace(workload: Workload, rank: int, tracker: StorageTracker, built: _Built
             "device": f"simulated {GPUS[workload.training.gpu].name}, tensors without data",
             "allocator": f"CUDACachingAllocator simulated, {workload.training.allocator.label}",
             "routing": (workload.routing or Routing()).kind,
+            **({"mended": "; ".join(sorted(mended))} if mended else {}),
         },
         source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
