@@ -25,6 +25,11 @@ type Status = Literal["traced", "unsupported", "failed"]
 DEFAULT_GPUS = 8
 TORCH = "2.13.0"
 """What was out when the golden values of August 2026 were made; the rows do not say."""
+_SHARDED = "use-megatron-fsdp"
+_RECIPES_OF_SHARDED = {"load": "checkpoints", "log-params-norm": True}
+"""What Megatron-LM's recipes have and the rows leave out (paths and logging): it matters to Megatron-FSDP."""
+MEGATRON_OF_SHARDED = "0.18.0rc0"
+"""What the jobs with Megatron-FSDP ran, between 0.17 and 0.18: their bytes say so (`docs/megatron_ci.md`)."""
 CURRENT = "2026-07"
 """Golden values of this month and later come from a Megatron close to 0.19."""
 
@@ -140,10 +145,19 @@ def imported(row: Row, reader: MegatronReader) -> Imported:
     Raises:
         InputError: it is none that labkit has.
     """
-    found = import_text(row.text, reader, source="the job", name="job", world_size=row.world_size)
-    software = found.workload.training.software.model_copy(update={"torch": TORCH})
+    sharded = _SHARDED in row.megatron_args
+    found = import_text(
+        _with_recipe(row.text) if sharded else row.text, reader, source="the job", name="job", world_size=row.world_size
+    )
+    versions = {"torch": TORCH, **({"megatron_core": MEGATRON_OF_SHARDED} if sharded else {})}
+    software = found.workload.training.software.model_copy(update=versions)
     training = found.workload.training.model_copy(update={"software": software})
     return found._replace(workload=found.workload.model_copy(update={"training": training}))
+
+
+def _with_recipe(text: str) -> str:
+    row = json.loads(text)
+    return json.dumps({**row, "megatron_args": _RECIPES_OF_SHARDED | row["megatron_args"]})
 
 
 def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:

@@ -22,6 +22,7 @@ from megatron.training.argument_utils import (
     gpt_config_from_args,
     hybrid_config_from_args,
 )
+from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 from megatron.training.models import gpt
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 
@@ -109,3 +110,13 @@ def build_optimizer(arguments: argparse.Namespace, chunks: list[Any]) -> Megatro
     return get_megatron_optimizer(
         config, chunks, config_overrides=overrides, use_gloo_process_groups=arguments.use_gloo_process_groups
     )
+
+
+def look_for_checkpoint(arguments: argparse.Namespace, optimizer: MegatronOptimizer) -> None:
+    """What `--load` leaves behind before the first step though nothing is there to load.
+
+    `load_checkpoint` of Megatron-FSDP (format `fsdp_dtensor`) describes the state it wants before it looks for a
+    checkpoint, and makes the optimizer's with a step over gradients of zero.
+    """
+    if arguments.use_megatron_fsdp and arguments.load and not (arguments.finetune or arguments.no_load_optim):
+        optimizer.sharded_state_dict({}, is_loading=True, metadata=_build_sharded_state_dict_metadata(arguments))

@@ -128,6 +128,9 @@ _MEANING = {
     "window_size": "taken as attention to everything before",
     "disable_jit_fuser": "compiled regions run eagerly and keep more",
 }
+_WITH_MEGATRON_FSDP = ("load", "finetune", "no_load_optim", "log_params_norm")
+"""Silent arguments that decide memory with Megatron-FSDP: looking for a checkpoint makes the optimizer's state, and the
+norm of the parameters frees those that were gathered."""
 _ENVIRONMENT = {
     "NVTE_FLASH_ATTN": ("1", "flash-attention is switched off"),
     "NVTE_CUTEDSL_FUSED_GROUPED_MLP": ("0", "another kernel for the experts' MLP"),
@@ -410,7 +413,10 @@ class _Mapping:
                 continue
             self._lose(dest, _MEANING.get(dest, "labkit has no field for it"), value)
         if self.launched:
-            conditional = [dest for dest in self.given if is_conditional(dest) and dest in self.written]
+            sharded = _WITH_MEGATRON_FSDP if self.values["use_megatron_fsdp"] else ()
+            conditional = [
+                dest for dest in self.given if (is_conditional(dest) or dest in sharded) and dest in self.written
+            ]
             self.launched.update((dest, shlex.join(self.written[dest])) for dest in conditional)
 
 

@@ -14,6 +14,8 @@ CrossEntropyGradient = Literal["in_place", "fp32_buffer", "input_copy"]
 KNOWN = {"transformer_engine": ((2, 13), (2, 20)), "megatron_core": ((0, 19), (0, 19)), "torch": ((2, 9), (2, 14))}
 """First and last minor version whose habits are known here. Before 2.13 Transformer Engine's FusedAdam copied bf16
 moments to fp32 in the step (no `fuse_unscale` in `optimizers/fused_adam.py`)."""
+MEGATRON_FSDP_SINCE = (0, 17)
+"""Version of Megatron Core from which Megatron-FSDP's habits are known, with 0.19's layers around it."""
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -37,6 +39,33 @@ def cross_entropy_gradient(software: "Software") -> CrossEntropyGradient:
     if version < (2, 18):
         return "in_place"
     return "fp32_buffer" if version < (2, 19) else "input_copy"
+
+
+def shards_gradients_in_fp32(software: "Software") -> bool:
+    """Whether Megatron-FSDP keeps gradients in fp32 because gradients are reduced in fp32.
+
+    `mcore_fsdp_adapter.py` of the wheels: 0.18.2 takes fp32 where `grad_reduce_in_fp32` is set; 0.19.0 asks
+    `--megatron-fsdp-main-grads-dtype` and `--megatron-fsdp-grad-comm-dtype` alone.
+    """
+    return version_tuple(software.megatron_core) < (0, 19)
+
+
+def releases_gathered_parameters(software: "Software") -> bool:
+    """Whether Megatron-FSDP frees all gathered parameters when it synchronizes, those outside of its units too.
+
+    `AllGatherPipeline.reset` of the wheels: 0.17.1 frees every bucket; 0.18.0 preserves those of embeddings and last
+    norm. What came between calls itself `0.18.0rc0`.
+    """
+    return version_tuple(software.megatron_core) < (0, 18, 0)
+
+
+def gathers_ahead_of_every_forward(software: "Software") -> bool:
+    """Whether Megatron-FSDP's embedding and last norm gather the layers ahead in every forward.
+
+    `MegatronFSDP._root_pre_backward` of the wheels: 0.17.1 marks its units alone as being in backward; 0.18.0 marks
+    all modules, and those outside of units stay so, whose next forward then gathers nothing ahead.
+    """
+    return version_tuple(software.megatron_core) < (0, 18)
 
 
 def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from labkit.workload.attention_backends import attention_backend
 from labkit.workload.attention_rules import attention_findings
-from labkit.workload.behaviour import KNOWN, version_tuple
+from labkit.workload.behaviour import KNOWN, MEGATRON_FSDP_SINCE, version_tuple
 from labkit.workload.caching import allocator_findings
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
@@ -75,8 +75,10 @@ def _determinism(workload: "Workload") -> Iterator[Finding]:
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:
-    for name, (first, last) in KNOWN.items():
+    sharded = workload.launch is not None and "--use-megatron-fsdp" in workload.launch.words
+    for name, (since, last) in KNOWN.items():
         stated = getattr(workload.training.software, name)
+        first = MEGATRON_FSDP_SINCE if name == "megatron_core" and sharded else since
         if not first <= version_tuple(stated)[:2] <= last:
             known = " to ".join(dict.fromkeys(".".join(map(str, version)) for version in (first, last)))
             yield Finding(

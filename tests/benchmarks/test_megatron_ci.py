@@ -33,7 +33,7 @@ def server() -> Iterator[TraceServer]:
     [
         ("gpt/gpt3_7b_tp4_pp1_memory_speed/dev_dgx_h100", 0.0005),
         ("gpt/gpt3_mcore_tp1_pp4/dev_dgx_h100", 0.001),  # Megatron Core's own layers
-        ("gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor/dev_dgx_h100", 0.005),  # Megatron-FSDP
+        ("gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor/dev_dgx_h100", 0.0005),  # Megatron-FSDP
         ("moe/gpt3_mcore_te_tp1_pp1_te_4experts_groupedGEMM_op_fuser/dev_dgx_h100", 0.002),
         (
             "moe/gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances"

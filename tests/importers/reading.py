@@ -43,6 +43,8 @@ def imported(text: str) -> dict[str, Any]:
     found = fields(arguments, name="imported", gpu=launch.gpu, environment=launch.environment)
     workload = Workload.from_mapping(found.mapping)
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(workload.parallelism.world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if namespace.use_megatron_fsdp:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # Megatron asks for it to be unset
     again = megatron_arguments(workload, num_microbatches=workload.num_microbatches)
     theirs, ours = arguments.config, megatron_args.plain_config(transformer_config(workload, again))
     return {

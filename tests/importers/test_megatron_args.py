@@ -58,6 +58,11 @@ LINES = {
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --context-parallel-size 2 --cp-comm-type a2a",
     "squared": f"{DENSE} --squared-relu --no-bias-gelu-fusion --no-bias-dropout-fusion",
 }
+CARRIED = {
+    "sharded": f"{DENSE} --use-megatron-fsdp --load here --no-load-optim --log-params-norm --log-throughput",
+    "other": f"{DENSE} --use-transformer-engine-op-fuser --load here --log-params-norm",
+}
+"""What no field says: `launch` carries it."""
 REFUSED = {
     "--num-layers $LAYERS --hidden-size 8": "--num-layers needs $LAYERS, which is not set",
     "--num-layers $(rm -rf /) --hidden-size 8": "--num-layers needs what `rm -rf /` prints, and nothing is run here",
@@ -110,7 +115,7 @@ def read(texts: list[str]) -> list[Found]:
 
 @pytest.fixture(scope="session")
 def found() -> dict[str, Found]:
-    texts = JOBS | LINES | {text: text for text in REFUSED}
+    texts = JOBS | LINES | CARRIED | {text: text for text in REFUSED}
     return dict(zip(["names", *texts], read(list(texts.values())), strict=True))
 
 
@@ -189,6 +194,12 @@ def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[s
     assert found[name]["workload"]["training"]["cublas_workspace_config"] == ":4096:8"
     assert found[name]["workload"]["batch"]["create_attention_mask_in_dataloader"]
     assert not found[name]["workload"]["training"]["kernels"]["moe_grouped_gemm"]
+
+
+def test_loading_and_norms_matter_to_megatron_fsdp_alone(found: dict[str, Found]) -> None:
+    sharded, other = ({*found[name]["workload"]["launch"]["arguments"]} for name in CARRIED)
+    assert sharded == {"--use-megatron-fsdp", "--load here", "--no-load-optim", "--log-params-norm"}
+    assert other == {"--use-transformer-engine-op-fuser"}
 
 
 def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:

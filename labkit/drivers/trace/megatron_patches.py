@@ -15,7 +15,12 @@ from labkit.drivers.trace.origin import Origin
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.work import launched
 from labkit.workload import Software
-from labkit.workload.behaviour import cross_entropy_gradient
+from labkit.workload.behaviour import (
+    cross_entropy_gradient,
+    gathers_ahead_of_every_forward,
+    releases_gathered_parameters,
+    shards_gradients_in_fp32,
+)
 
 
 def replacements() -> Iterator[Replacement]:
@@ -160,8 +165,39 @@ def shared_expert_gates(origin: Origin) -> Iterator[Replacement]:
     yield Replacement(SharedExpertMLP, "get_output", get_output, NOTHING)
 
 
+def _sharded_as_stated(software: Software) -> Iterator[Replacement]:
+    """Megatron-FSDP's habits in the stated version of Megatron Core."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP, TrainingState
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
+    from megatron.training import training
+
+    describe, reset, forward = training.get_megatron_ddp_config, AllGatherPipeline.reset, MegatronFSDP.forward
+
+    def in_fp32(arguments: Any) -> Any:
+        config = describe(arguments)
+        if config.grad_reduce_in_fp32:
+            config.megatron_fsdp_main_grads_dtype = config.megatron_fsdp_grad_comm_dtype = torch.float32
+        return config
+
+    def releasing_all(pipeline: Any, preserve_non_fsdp_units: bool = True) -> None:
+        reset(pipeline, preserve_non_fsdp_units=False)
+
+    def from_idle(model: Any, *inputs: Any, **named: Any) -> Any:
+        for module in model.modules():
+            module._training_state = TrainingState.IDLE
+        return forward(model, *inputs, **named)
+
+    if shards_gradients_in_fp32(software):
+        yield Replacement(training, "get_megatron_ddp_config", in_fp32, NOTHING)
+    if releases_gathered_parameters(software):
+        yield Replacement(AllGatherPipeline, "reset", releasing_all, NOTHING)
+    if gathers_ahead_of_every_forward(software):
+        yield Replacement(MegatronFSDP, "forward", from_idle, NOTHING)
+
+
 def stated_versions(software: Software) -> Iterator[Replacement]:
     """The habits of the stated versions where the installed ones have others (`labkit.workload.behaviour`)."""
+    yield from _sharded_as_stated(software)
     gradient = cross_entropy_gradient(software)
     if gradient == cross_entropy_gradient(Software(transformer_engine=version("transformer-engine"))):
         return

@@ -183,6 +183,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         name(buffer.grad_data, "gradients", f"{path}.grad_data")
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(arguments, wrapped)
+        build.look_for_checkpoint(arguments, optimizer)
     with tracker.origin.watching(*(chunk.module for chunk in chunks)):
         step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
         for _ in range(iterations):
