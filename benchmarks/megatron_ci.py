@@ -23,8 +23,9 @@ from labkit.importers.megatron import Imported, MegatronReader, import_text
 type Status = Literal["traced", "unsupported", "failed"]
 
 DEFAULT_GPUS = 8
-TORCH = "2.13.0"
-"""What was out when the golden values of August 2026 were made; the rows do not say."""
+TORCH = "2.11.0"
+"""The rows do not say. It decides one thing: of nine jobs on GB200 that leave cuBLAS's workspaces to PyTorch five hold
+what 2.11 and older take, four what 2.12 and later do (`docs/megatron_ci.md`)."""
 _SHARDED = "use-megatron-fsdp"
 _RECIPES_OF_SHARDED = {"load": "checkpoints", "log-params-norm": True}
 """What Megatron-LM's recipes have and the rows leave out (paths and logging): it matters to Megatron-FSDP."""

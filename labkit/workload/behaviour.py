@@ -71,11 +71,9 @@ def gathers_ahead_of_every_forward(software: "Software") -> bool:
 def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:
     """Whether PyTorch's workspace of a cuBLAS handle is 32 MiB where the environment does not say.
 
-    `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`: read in 2.14.1's library for compute
-    capabilities 9 to 12. Before it is Hopper's alone: Megatron-LM's jobs of August 2026 on GB200 that leave
-    `CUBLAS_WORKSPACE_CONFIG` unset hold 48 MiB less between steps than those that set 32 MiB. With which version that
-    changed is not known; what was out in August, 2.13, is taken as the last.
+    `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`, read in the libraries of the wheels: 2.11.0
+    asks for compute capability 9.0, 2.12.0 and 2.13.0 for 9, 10 or 12, 2.14.1 for 9 to 12.
     """
-    if version_tuple(software.torch) < (2, 14):
+    if version_tuple(software.torch) < (2, 12):
         return compute_capability == (9, 0)
     return compute_capability >= (9, 0)
