@@ -169,8 +169,13 @@ class Allocator:
         self._device = self._allowed = _UNLIMITED
 
     def empty_cache(self) -> None:
-        """Give back to the device what whole segments or pages are free (`torch.cuda.empty_cache`)."""
-        for pool in self._pools.values():
+        """Give back to the device what whole segments or pages are free (`torch.cuda.empty_cache`).
+
+        Streams below zero are those of private pools, which CUDA graphs keep as long as they live.
+        """
+        for (stream, _), pool in self._pools.items():
+            if stream < 0:
+                continue
             for _, _, block in tuple(pool.blocks):
                 if self._expandable:
                     self._unmap(block)
@@ -395,6 +400,10 @@ class Simulated(NamedTuple):
     """The first event that the device did not suffice for; from there on it gave whatever was asked for."""
 
 
+EMPTY_CACHE = 0, 0
+"""The event of `torch.cuda.empty_cache`."""
+
+
 def simulate(
     events: Iterable[tuple[int, int]],
     streams: Sequence[int] | None = None,
@@ -403,7 +412,7 @@ def simulate(
     device_bytes: int = _UNLIMITED,
     limited: bool = True,
 ) -> Simulated:
-    """Replay events `(name, bytes)`: positive names allocate, `(-name, 0)` frees that name.
+    """Replay events `(name, bytes)`: positive names allocate, `(-name, 0)` frees that name; or `EMPTY_CACHE`.
 
     Args:
         events: what is asked for, in order.
@@ -422,6 +431,9 @@ def simulate(
     for index, (name, nbytes) in enumerate(events):
         if name < 0:
             free(-name)
+            continue
+        if name == 0:
+            allocator.empty_cache()
             continue
         stream = 0 if streams is None else streams[name - 1]
         try:

@@ -21,8 +21,9 @@ Lifetime = Literal["state", "retained", "transient", "workspace", "allowance", "
 workspace: of a library, once a process; allowance and margin: set aside, not seen."""
 Certainty = Literal["exact", "traced", "measured", "allowance"]
 
-PHASES = ("setup", "forward", "backward", "grad_sync", "optimizer")
-"""Phases of a step in order; setup builds model, gradient buffers and optimizer."""
+PHASES = ("setup", "capture", "forward", "backward", "grad_sync", "optimizer")
+"""Phases of a step in order; setup builds model, gradient buffers and optimizer; before one step CUDA graphs are
+captured, if at all."""
 
 UNIT = 512
 """The CUDA caching allocator rounds every request up to this (`kMinBlockSize`)."""

@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import global_vars, training
@@ -94,6 +95,29 @@ class TrainingStep:
             self._gather_together()
         for chunk in self.chunks:
             chunk.train()
+        self._graphs = self._graph_helper() if arguments.cuda_graph_impl == "transformer_engine" else None
+
+    def _graph_helper(self) -> TECudaGraphHelper:
+        return TECudaGraphHelper(
+            model=self.chunks,
+            config=self._config,
+            seq_length=self.arguments.seq_length,
+            micro_batch_size=self.arguments.micro_batch_size,
+            optimizers=[self.optimizer],
+        )
+
+    def capture(self) -> None:
+        """Capture the CUDA graphs that the next step and all later ones replay, as `train` does before it."""
+        assert self._graphs is not None
+        self._reported = "capture"
+        self._phase(self.iteration + 1, "capture")
+        gathers_late = self.iteration > 0 and self._late_hooks
+        if gathers_late:
+            training.disable_forward_pre_hook(self.chunks, param_sync=False)
+        self._graphs.create_cudagraphs()
+        if gathers_late:
+            training.enable_forward_pre_hook(self.chunks)
+            self._graphs.cuda_graph_set_manual_hooks()
 
     def _begin(self, phase: str) -> None:
         if phase != self._reported:
@@ -119,6 +143,8 @@ class TrainingStep:
             # From the second step on, forward gathers the parameters that the optimizer has updated.
             training.enable_forward_pre_hook(self.chunks)
             self._gather_together()
+            if self._graphs is not None and self._graphs.capture_finished():
+                self._graphs.cuda_graph_set_manual_hooks()
         loss: torch.Tensor | None = losses.get("lm loss")
         return loss
 

@@ -7,7 +7,6 @@ import pytest
 from labkit import Workload
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
-from labkit.errors import LabkitError
 from labkit.ledger import rounded
 from tests.small import MODEL, small
 
@@ -130,9 +129,3 @@ def test_recomputed_layers_keep_their_input_alone(server: TraceServer) -> None:
     rows = trace.ledger.retained().rows
     assert not [row for row in rows if row.module.startswith("decoder.layers.0") and row.dtype == "uint8"]
     assert rounded(LOCAL * HIDDEN * 2) in {row.bytes for row in rows}
-
-
-def test_cuda_graphs_are_refused_in_one_sentence(server: TraceServer) -> None:
-    graphs = small(launch={"arguments": ["--cuda-graph-impl transformer_engine", "--te-rng-tracker"]})
-    with pytest.raises(LabkitError, match=r"--cuda-graph-impl keeps private memory pools.*leave it out"):
-        server.run(graphs)

@@ -71,6 +71,18 @@ def test_shared_memory_counts_once_and_lives_as_long_as_both() -> None:
     assert live_bytes(tracker) == 0
 
 
+def test_a_tensor_that_shows_anothers_memory_is_not_booked_and_keeps_nothing_alive() -> None:
+    with StorageTracker(Origin()) as tracker:
+        tensor = zeros(256)
+        shown = tracker.shown(tensor)
+        view = shown.detach().view(2, 128)
+        assert live_bytes(tracker) == 1024
+        del tensor
+        assert live_bytes(tracker) == 0
+        assert view.shape == (2, 128)
+    assert len(tracker.allocations) == 1
+
+
 def test_phases_and_clocks() -> None:
     with StorageTracker(Origin()) as tracker:
         tracker.phase(0, "setup")

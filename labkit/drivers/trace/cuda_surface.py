@@ -55,7 +55,7 @@ Stream.current = Stream()
 
 
 @contextlib.contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
+def on_stream(stream: Stream | None) -> Iterator[None]:
     """`torch.cuda.stream`."""
     before = Stream.current
     Stream.current = stream or before
@@ -94,7 +94,7 @@ class _Generator:
     def set_state(self, state: Any) -> None:
         pass
 
-    graphsafe_set_state = set_state
+    graphsafe_set_state = manual_seed = set_state
 
     def graphsafe_get_state(self) -> Self:
         return self
@@ -137,6 +137,8 @@ class CudaAsMeta(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             if type(kwargs.get("device")) is int or _is_cuda(kwargs.get("device")):
                 kwargs["device"] = META
+        if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], META, *args[2:])
         if any(map(_is_cuda, args)):
             args = tuple(META if _is_cuda(argument) else argument for argument in args)
         return function(*args, **(kwargs or {}))
@@ -257,7 +259,7 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield Replacement(torch.cuda, "default_generators", (_Generator(),), NOTHING)
     yield Replacement(torch.cuda, "get_rng_state", _rng_state, "nothing: the state is a host tensor")
     yield Replacement(torch.cuda, "current_stream", lambda device=None: Stream.current, NOTHING)
-    yield Replacement(torch.cuda, "stream", _on_stream, NOTHING)
+    yield Replacement(torch.cuda, "stream", on_stream, NOTHING)
     yield Replacement(torch.cuda, "device", _Device, NOTHING)
     yield Replacement(torch.cuda, "Stream", Stream, NOTHING)
     yield Replacement(torch.cuda, "Event", Event, NOTHING)

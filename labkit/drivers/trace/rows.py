@@ -139,6 +139,8 @@ def _kind(allocation: Allocation, layers: tuple[LayerKind, ...]) -> str:
     if allocation.phase == "grad_sync":
         return "gradients"
     if allocation.maker.module == OUTSIDE:
+        if allocation.phase == "capture":
+            return "graphs"
         if allocation.maker.producer in (RECEIVED, RECEIVED_GRADIENT):
             return "pipeline"
         return "input" if allocation.maker.producer in BATCHES else "head"

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, gradients, megatron_patches, offloading
+from labkit.drivers.trace import compiled, cuda_surface, gradients, graphs, megatron_patches, offloading
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace
@@ -35,6 +35,8 @@ from labkit.workload.gpu import GPUS
 
 PhaseCallback = Callable[[int, str], None]
 
+_STEPS_WITH_GRAPHS = 2
+"""What the first one leaves is what later ones begin with."""
 _calls = itertools.count()
 
 
@@ -66,7 +68,7 @@ def trace_here(
     workspaces, dispatchers = CublasWorkspaces(workload.training.workspaces.cublas), Dispatchers(workload)
     host_values = HostValues(lambda: tracker)
     mended: set[str] = set()
-    origin = Origin(stream=lambda: cuda_surface.Stream.current.stream_id)
+    origin = Origin(stream=graphs.Capture.stream)
     tracker = StorageTracker(
         origin,
         before=lambda operator: workspaces.before_operator(tracker, operator),
@@ -90,6 +92,7 @@ def trace_here(
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
         enter(installed(dispatchers.replacements()))
         enter(installed(offloading.replacements(workload, mended)))
+        enter(installed(graphs.replacements(tracker)))
         enter(installed(tracker.work.replacements()))
         enter(installed(megatron_patches.shared_expert_gates(tracker.origin)))
         enter(_process_group(workload, rank))
@@ -186,9 +189,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         build.look_for_checkpoint(arguments, optimizer)
     with tracker.origin.watching(*(chunk.module for chunk in chunks)):
         step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
-        for _ in range(iterations):
-            gc.collect()
-            step.run()
+        _take(step, iterations, tracker, captures=arguments.cuda_graph_impl == "transformer_engine")
     for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):
         name(tensor, "optimizer", path)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -200,10 +201,28 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     )
 
 
+def _take(step: Any, iterations: int, tracker: StorageTracker, *, captures: bool) -> None:
+    """Take the steps; where CUDA graphs are captured, those before it and then as many as show all with graphs.
+
+    A replay starts no operators: the work is that of the last step before.
+    """
+    if captures:
+        iterations = min(iterations, step.arguments.cuda_graph_warmup_steps)
+        tracker.work.iteration = max(iterations, 1)
+    for _ in range(iterations):
+        gc.collect()
+        step.run()
+    if captures:
+        with graphs.emptying_cache(tracker):
+            step.capture()
+        for _ in range(_STEPS_WITH_GRAPHS):
+            step.run()
+
+
 def _refuse_graphs(arguments: argparse.Namespace) -> None:
-    if arguments.cuda_graph_impl != "none":
+    if arguments.cuda_graph_impl not in ("none", "transformer_engine"):
         raise InputError(
-            "launch.arguments: --cuda-graph-impl keeps private memory pools, which a trace does not follow; "
+            f"launch.arguments: a trace does not follow graphs of --cuda-graph-impl {arguments.cuda_graph_impl}; "
             "leave it out to trace the same step without CUDA graphs"
         )
 

@@ -23,8 +23,9 @@ from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from labkit.allocator import EMPTY_CACHE
 from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.origin import Maker, Origin
 from labkit.drivers.trace.patches import Replacement, installed
@@ -80,7 +81,7 @@ class StorageTracker(TorchDispatchMode):
         self.instead = instead or {}
         self.work = work or WorkCounter(origin, GPUS["h100-80gb"], iteration=1)
         self.events: list[tuple[int, int]] = []
-        """(serial, bytes) for an allocation, (-serial, 0) for its end."""
+        """(serial, bytes) for an allocation, (-serial, 0) for its end, or `EMPTY_CACHE`."""
         self.allocations: list[Allocation] = []
         """Allocation of serial n at n - 1."""
         self.moments: list[Moment] = []
@@ -188,6 +189,19 @@ class StorageTracker(TorchDispatchMode):
         if nbytes:
             reborn = self.book(nbytes, (nbytes,), "uint8", self.origin.of(torch.UntypedStorage.resize_))
         self._living[storage._cdata] = (liveness, reborn)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`, for the allocator's simulation."""
+        self.events.append(EMPTY_CACHE)
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at the same address, which keeps nothing alive."""
+        with _disable_current_modes():
+            alias = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        liveness = _Liveness(alias.untyped_storage(), self._died)
+        liveness.key = alias.untyped_storage()._cdata
+        self._living[liveness.key] = (liveness, None)
+        return alias
 
     def share(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """`destination`'s storage shows `source`'s memory from now on: counted once, alive until both are gone."""

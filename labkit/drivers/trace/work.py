@@ -71,7 +71,8 @@ class WorkCounter:
     def __init__(self, origin: Origin, gpu: Gpu, iteration: int) -> None:
         self.counting = False
         self._origin = origin
-        self._iteration = iteration
+        self.iteration = iteration
+        """The one that counts."""
         self._per_flop, self._per_byte = 1 / gpu.bf16_flops, 1 / gpu.hbm_bytes_per_second
         self._per_message_byte = 1 / gpu.nvlink_bytes_per_second
         self._phase = ""
@@ -85,7 +86,7 @@ class WorkCounter:
 
     def begin(self, iteration: int, phase: str) -> None:
         """From here on the clock is in this phase."""
-        self.counting, self._phase = iteration == self._iteration, phase
+        self.counting, self._phase = iteration == self.iteration, phase
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """PyTorch ran `function`."""
