@@ -295,7 +295,7 @@ def test_estimate_prints_a_table_for_people(labkit: Command) -> None:
 def test_estimate_imports_neither_torch_nor_polars_nor_charts() -> None:
     script = (
         "import atexit, sys\nfrom labkit.cli import main\n"
-        "heavy = {'torch', 'polars', 'altair', 'pandas', 'megatron', 'transformer_engine', 'IPython'}\n"
+        "heavy = {'torch', 'numpy', 'polars', 'altair', 'pandas', 'megatron', 'transformer_engine', 'IPython'}\n"
         "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
         f"main(['estimate', {str(MOONLIGHT)!r}, '--json'])"
     )

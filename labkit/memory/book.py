@@ -48,8 +48,8 @@ class Book:
         """The entry that got the block, for entries that go on with one."""
         self._users: dict[int, int] = {}
         """How many entries are open on such a block."""
-        self._open: dict[tuple[str, int], int] = {}
-        """Entries of tensors of parameters, by the tensor's name and the parameter's number."""
+        self._open: dict[tuple[str, str], int] = {}
+        """Entries of tensors of parameters, by the names of the tensor and of the parameter."""
 
     def enter(self, iteration: int, phase: str) -> None:
         """A phase begins."""
@@ -124,16 +124,15 @@ class Book:
             del self.events[freed]
         self._users[block] += 1
 
-    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = False) -> None:
+    def each(self, tensors: Tensors, acts: Sequence[Act]) -> None:
         """Do all the acts to one tensor after the other."""
-        each = zip(tensors.numbers.tolist(), tensors.numel.tolist(), strict=True)
-        for number, numel in reversed(list(each)) if last_first else each:
+        for parameter, numel in (each for block in tensors.blocks for each in block.tensors()):
             for act in acts:
                 if act.verb == "close":
-                    self.close(self._open.pop((act.name, number)))
+                    self.close(self._open.pop((act.name, parameter.name)))
                     continue
-                about = tensors.about(number, numel, act)
-                self._open[act.name, number] = self.open(
+                about = tensors.about(parameter, numel, act)
+                self._open[act.name, parameter.name] = self.open(
                     about.tensor,
                     about.shape,
                     act.dtype,

@@ -12,7 +12,7 @@ from labkit.memory.outline import Outline, outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
-from labkit.memory.units import chunks, loss_chunk, weights
+from labkit.memory.units import chunks, loss_chunk
 from labkit.memory.writer import Writer
 from labkit.summary import Result, StagePeak, Summary, Written
 from labkit.workload import Workload
@@ -35,7 +35,7 @@ class Estimate(Result):
 
     def _play(self) -> Written:
         model, book = chunks(self.workload, self.stage), Book()
-        state = State(*weights(model), self.workload, self.stage)
+        state = State(model, self.workload, self.stage)
         run_steps(self.workload, self.stage, model, loss_chunk(self.workload), Writer(book, state))
         simulated = simulate_training(book.events, book.streams, self.workload.training)
         ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)

@@ -5,9 +5,8 @@ kinds of units: a unit's passes are summed once, and equal stretches of the mode
 Bytes may be arrays over the lengths of a sweep.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
     CALLERS,
     INPUT,
+    NO_ATTRIBUTES,
     OUTPUTS,
     SENT_GRADIENT,
     Attributes,
@@ -22,7 +22,6 @@ from labkit.memory.script import (
     Steps,
     once_key,
 )
-from labkit.memory.tape import Shape
 from labkit.memory.units import Chunk, Unit
 
 
@@ -34,6 +33,10 @@ class Change(NamedTuple):
 
 
 NOTHING = Change(0, 0)
+
+
+_NO_SLOTS = frozenset[int]()
+_NO_NAMES = frozenset[str]()
 
 
 class _Kept(NamedTuple):
@@ -84,17 +87,22 @@ class _Meters:
     """The changes that a unit's passes make, each summed on first use."""
 
     def __init__(self, unit: Unit, numbers: Numbers) -> None:
-        self._script = unit.script
+        self.script = unit.script
         self._numbers = numbers
         self._sizes = numbers.sizes(unit)
         self._outcomes: dict[object, _Outcome] = {}
-        self.script_id = id(unit.script)
-        self.caches = unit.script.caches
-        self.once = {
-            backward: {slot: (key, unit.script.slots[slot].on(unit.tape).shape) for slot, key in keys.items()}
-            for backward, keys in unit.script.once.items()
+        self._made_once = {
+            backward: [(slot, key, unit.script.slots[slot].on(unit.tape).shape) for slot, key in slots.items()]
+            for backward, slots in unit.script.once.items()
         }
-        """Slots of what a pass (False forward, True backward) allocates if the process has not yet: key and shape."""
+        self._once: dict[tuple[bool, int], dict[str, int]] = {}
+
+    def once(self, backward: bool, index: int) -> dict[str, int]:
+        """Slots of what a pass in chunk `index` allocates if the process has not yet, by key."""
+        at = backward, index
+        if at not in self._once:
+            self._once[at] = {once_key(key, index, shape): slot for slot, key, shape in self._made_once[backward]}
+        return self._once[at]
 
     def go(
         self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse, frees: frozenset[str]
@@ -102,7 +110,7 @@ class _Meters:
         """A pass: see `Script.go`."""
         key = backward, before, opens, cache, frees
         if key not in self._outcomes:
-            steps, left, after = self._script.go(backward, before, opens, cache, frees)
+            steps, left, after = self.script.go(backward, before, opens, cache, frees)
             change = self._numbers.total(self._sizes, steps)
             self._outcomes[key] = _Outcome(change, sum(self._sizes[slot] for slot in left), after)
         return self._outcomes[key]
@@ -110,7 +118,7 @@ class _Meters:
     @cached_property
     def kept_by_caller(self) -> dict[bool, list[tuple[str, Any]]]:
         """(key, bytes) of what the caller keeps of a pass (False forward, True backward)."""
-        kept = self._script.kept_by_caller
+        kept = self.script.kept_by_caller
         return {backward: [(key, self._sizes[slot]) for key, slot in each] for backward, each in kept.items()}
 
     def size(self, slot: int) -> Any:
@@ -120,12 +128,12 @@ class _Meters:
     @property
     def keeps_output(self) -> bool:
         """A module attribute keeps what the unit puts out."""
-        return self._script.keeps_output
+        return self.script.keeps_output
 
     @property
     def output(self) -> Any:
         """Bytes of what the unit puts out."""
-        return self._sizes[self._script.output or 0]
+        return self._sizes[self.script.output or 0]
 
 
 class _Outcome(NamedTuple):
@@ -137,20 +145,13 @@ class _Outcome(NamedTuple):
     attributes: Attributes
 
 
-class Pool:
-    """Meters of scripts, made on first use; several `Meter` objects may share one."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
-        self._meters: dict[tuple[int, int], tuple[Unit, _Meters]] = {}
-
-    def of(self, unit: Unit) -> _Meters:
-        """The meters of a unit, and of all that have its script and its sizes."""
-        key = id(unit.script), id(unit.tape)
-        if key not in self._meters:
-            # The unit is kept so that no other's parts can take their ids.
-            self._meters[key] = unit, _Meters(unit, self.numbers)
-        return self._meters[key][1]
+def _meters(unit: Unit, numbers: Numbers) -> _Meters:
+    """Those of a unit, and of all that have its script and its tape, which keeps them."""
+    found: dict[object, _Meters] = unit.tape.meters
+    key = numbers.size, unit.script
+    if key not in found:
+        found[key] = _Meters(unit, numbers)
+    return found[key]
 
 
 class _PassOutcome(NamedTuple):
@@ -165,11 +166,11 @@ class _PassOutcome(NamedTuple):
 class Meter:
     """The level of one rank's live bytes."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, numbers: Numbers) -> None:
         self.level: Any = 0
         self.peak: Any = 0
-        self._larger = pool.numbers.larger
-        self._of = pool.of
+        self._numbers = numbers
+        self._larger = numbers.larger
         self._once: set[str] = set()
         self._used: dict[str, int] = {}
         """Modules that have an entry in a cache, or had."""
@@ -226,7 +227,7 @@ class Meter:
         """
         before: dict[int, Attributes] = {}
         for script in chunk.scripts_with_attributes:
-            seen_from, attributes = self._attributes.get((index, id(script)), (number, Attributes()))
+            seen_from, attributes = self._attributes.get((index, id(script)), (number, NO_ATTRIBUTES))
             before[id(script)] = attributes.later(number - seen_from)
         key = chunk, backward, tuple(before.values())
         outcome = self._passes.get(key) if again else None
@@ -250,31 +251,32 @@ class Meter:
         """Go through the units; returns the bytes freed of micro-batches that were over, and what attributes keep."""
         freed: Any = 0
         after: dict[int, Attributes] = {}
-        numbers = range(len(chunk.stretches))
-        for number in reversed(numbers) if backward else numbers:
-            units, times = chunk.stretches[number]
-            none = [frozenset[str]()] * len(units)
-            last = chunk.keepers.get(number, none) if backward else none
-            meters = [self._of(unit) for unit in units]
-            left, first = times, True
+        step = -1 if backward else 1
+        for number in range(len(chunk.stretches))[::step]:
+            units, left, _ = chunk.stretches[number]
+            meters = [_meters(unit, self._numbers) for unit in units][::step]
+            last = chunk.keepers[number][::step] if backward and number in chunk.keepers else None
             while left:
-                repeats = 1 if first else self._alike(meters, left, warm or backward)
-                if last is not none:
+                opens = [self._opens(each.once(backward, index)) for each in meters]
+                repeats = 1 if any(opens) else self._alike(meters, left, warm or backward)
+                if last is not None:
                     repeats = min(repeats, max(left - 1, 1))
-                changes = []
-                here = list(zip(meters, last if left == 1 else none, strict=True))
-                for each, frees in reversed(here) if backward else here:
-                    opens = self._opens(each.once[backward], index)
+                frees = last if last is not None and left == 1 else [_NO_NAMES] * len(meters)
+                peak: Any = 0
+                net: Any = 0
+                for each, opened, names in zip(meters, opens, frees, strict=True):
                     use = None if backward else self._use(each, warm, repeats)
-                    outcome = each.go(backward, before.get(each.script_id, Attributes()), opens, use, frees)
-                    changes.append(outcome.change)
+                    script_id = id(each.script)
+                    outcome = each.go(backward, before.get(script_id, NO_ATTRIBUTES), opened, use, names)
+                    peak = self._larger(peak, net + outcome.change.peak)
+                    net = net + outcome.change.net
                     freed = freed + outcome.left * repeats
-                    if each.script_id in before:
-                        after[each.script_id] = outcome.attributes
-                self._together(changes, repeats)
-                left, first = left - repeats, False
+                    if script_id in before:
+                        after[script_id] = outcome.attributes
+                self._repeated(Change(peak, net), repeats)
+                left -= repeats
         for slot in () if backward else chunk.passing:
-            self.level = self.level - self._of(chunk.ends[0]).size(slot)
+            self.level = self.level - _meters(chunk.ends[0], self._numbers).size(slot)
         return freed, after
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
@@ -292,7 +294,7 @@ class Meter:
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
         """Variables of the schedule keep a tensor."""
-        nbytes = self.kept_by_schedule[tensor] = self._of(chunk.ends[0]).output
+        nbytes = self.kept_by_schedule[tensor] = _meters(chunk.ends[0], self._numbers).output
         self.add(Change(nbytes, nbytes))
 
     def free(self, tensor: Boundary) -> None:
@@ -302,12 +304,12 @@ class Meter:
     def _caller_keeps(self, chunk: Chunk, index: int, *, backward: bool, latest: bool) -> None:
         """Note what the caller keeps of a pass that is over; of the `latest` micro-batch the chunk keeps it too."""
         for unit in chunk.ends:
-            for key, nbytes in self._of(unit).kept_by_caller[backward]:
+            for key, nbytes in _meters(unit, self._numbers).kept_by_caller[backward]:
                 if key != OUTPUTS:
                     self._drop(key)
                 with_input = key == SENT_GRADIENT and latest
                 self._kept.append(_Kept(nbytes, {key, index} if with_input else {key}))
-        first = self._of(chunk.ends[0])
+        first = _meters(chunk.ends[0], self._numbers)
         if backward and not first.keeps_output:
             self._drop(SENT_GRADIENT)
         if backward and latest and first.keeps_output and not self._keeps_input(chunk.runs[1].units[0], index):
@@ -317,52 +319,47 @@ class Meter:
 
     def _keeps_input(self, unit: Unit, index: int) -> bool:
         """Attributes of the unit keep what it has read in the latest pass."""
-        _, attributes = self._attributes.get((index, id(unit.script)), (0, Attributes()))
+        _, attributes = self._attributes.get((index, id(unit.script)), (0, NO_ATTRIBUTES))
         return any(tensor == (0, INPUT) for _, tensor in attributes.held)
 
-    def _together(self, changes: Sequence[Change], times: int = 1) -> None:
-        """Changes in a row, `times` over. The peak is linear in the repetition: the first or the last has it."""
-        if not times:
-            return
-        once = reduce(self._joined, changes, NOTHING)
-        self.add(once)
+    def _repeated(self, change: Change, times: int) -> None:
+        """A change, `times` over. The peak is linear in the repetition: the first or the last has it."""
+        self.add(change)
         if times > 1:
-            self.level = self.level + once.net * (times - 2)
-            self.add(once)
+            self.level = self.level + change.net * (times - 2)
+            self.add(change)
 
-    def _joined(self, first: Change, second: Change) -> Change:
-        return Change(self._larger(first.peak, first.net + second.peak), first.net + second.net)
-
-    def _opens(self, once: Mapping[int, tuple[str, Shape]], index: int) -> frozenset[int]:
-        """Slots of what the process allocates for the first time in a pass of chunk `index`."""
-        if not once:
-            return frozenset()
-        keys = {slot: once_key(key, index, shape) for slot, (key, shape) in once.items()}
-        opens = frozenset(slot for slot, key in keys.items() if key not in self._once)
-        self._once.update(keys.values())
+    def _opens(self, once: Mapping[str, int]) -> frozenset[int]:
+        """Those among slots, by key, that the process allocates for the first time."""
+        if once.keys() <= self._once:
+            return _NO_SLOTS
+        opens = frozenset([slot for key, slot in once.items() if key not in self._once])
+        self._once.update(once)
         return opens
 
     def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:
         """How a unit's next passes use their caches; modules of a `warm` chunk have used them before."""
-        if not meters.caches:
+        caches = meters.script.caches
+        if not caches:
             return None
-        uses = Counter(key for key, _ in meters.caches)
-        entries = dict(meters.caches)
         if warm:
-            return tuple((key, 0) for key in uses) if any(self._used[key] > entries[key] for key in uses) else None
+            full = any(self._used[key] > cache.entries for key, cache in caches.items())
+            return tuple((key, 0) for key in caches) if full else None
         rooms = []
-        for key, count in uses.items():
+        for key, cache in caches.items():
             used = self._used.get(key, 0)
-            rooms.append((key, min(max(entries[key] - used, 0), count)))
-            self._used[key] = used + count * times
+            rooms.append((key, min(max(cache.entries - used, 0), cache.uses)))
+            self._used[key] = used + cache.uses * times
         return tuple(rooms)
 
     def _alike(self, stretch: Sequence[_Meters], times: int, warm: bool) -> int:
         """How many of `times` repetitions use caches alike: as long as there is room, or once there is none."""
-        entries = {key: count for meters in stretch for key, count in meters.caches}
-        uses = Counter(key for meters in stretch for key, _ in meters.caches)
-        for key, count in entries.items():
-            room = count - self._used.get(key, 0)
-            if not warm and room > 0:
-                times = min(times, max(room // uses[key], 1))
+        if warm:
+            return times
+        caches = [each for meters in stretch for each in meters.script.caches.items()]
+        for key, cache in caches:
+            room = cache.entries - self._used.get(key, 0)
+            if room > 0:
+                uses = sum(other.uses for name, other in caches if name == key)
+                times = min(times, max(room // uses, 1))
         return times

@@ -4,12 +4,12 @@ Sources: Megatron Core `optimizer/distrib_optimizer.py`, `optimizer/optimizer.py
 (`Float16OptimizerWithFloat16Params`); Transformer Engine `pytorch/optimizers/fused_adam.py` and `fused_sgd.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
-from labkit.memory.tape import DTYPE_BYTES
-from labkit.memory.weights import About, Act, Booleans, Integers, Tensors, Weights
+from labkit.memory.tape import DTYPE_BYTES, Parameter
+from labkit.memory.weights import About, Act, Block, Tensors, those
 from labkit.workload import Workload
 from labkit.workload.training import Optimizer
 
@@ -21,33 +21,21 @@ class ShardedOptimizer:
     optimizer.
     """
 
-    def __init__(
-        self, weights: Weights, stepped: Integers, shards: Integers, workload: Workload, gradient_dtype: str
-    ) -> None:
-        """`stepped`: numbers of the parameters, `shards`: elements of each that this rank holds."""
-        self._weights = weights
+    def __init__(self, shards: Mapping[bool, Sequence[Block]], workload: Workload, gradient_dtype: str) -> None:
+        """`shards`: of the dense parameters (False) and the experts (True)."""
         self._choice = workload.training.optimizer
         self._dtype = workload.training.precision
         self._copies_gradients = not self._choice.main_params_in_te and gradient_dtype != "fp32"
         # One optimizer for the dense parameters and one for the experts; in each, matrices (with weight decay) are
         # the first group of parameters and vectors the second.
         self._optimizers = [
-            [
-                self._shards(
-                    stepped, shards, (weights.expert[stepped] == expert) & (weights.matrix[stepped] == matrices)
-                )
-                for matrices in (True, False)
-            ]
+            [Tensors(those(shards[expert], wanted), self._about) for wanted in (_is_matrix, _is_vector)]
             for expert in (False, True)
         ]
         self._has_copies = False
         self._has_stepped = False
 
-    def _shards(self, stepped: Integers, shards: Integers, chosen: Booleans) -> Tensors:
-        return Tensors(shards[chosen], stepped[chosen], self._about)
-
-    def _about(self, number: int, numel: int, act: Act) -> About:
-        parameter = self._weights.parameters[number]
+    def _about(self, parameter: Parameter, numel: int, act: Act) -> About:
         return About(act.name, (numel,), parameter.name, "optimizer", parameter.layer, act.lifetime)
 
     @property
@@ -74,7 +62,7 @@ class ShardedOptimizer:
             book.each(shards, [_GRADIENT])
         self._has_copies = self._copies_gradients
         for groups in self._optimizers:
-            self._step_groups(book, [group for group in groups if len(group.numel)])
+            self._step_groups(book, [group for group in groups if group.sizes])
         self._has_stepped = True
 
     def _step_groups(self, book: Book, groups: Sequence[Tensors]) -> None:
@@ -125,7 +113,7 @@ class ShardedOptimizer:
     def _make_scales(self, book: Book, shards: Tensors) -> None:
         """One fp32 scalar for each state whose values are not fp32 (remainders are bits of fp32 ones)."""
         narrow = sum(dtype in ("bf16", "fp16") for dtype in self._states.values())
-        count = narrow * len(shards.numel)
+        count = narrow * sum(shards.sizes.values())
         if count:
             nbytes = rounded(DTYPE_BYTES["fp32"]) * count
             book.open(
@@ -138,6 +126,14 @@ class ShardedOptimizer:
                 lifetime="state",
                 count=count,
             )
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    return len(parameter.shape) > 1
+
+
+def _is_vector(parameter: Parameter) -> bool:
+    return len(parameter.shape) <= 1
 
 
 _GRADIENT = Act("open", "fp32 gradient", "fp32")

@@ -1,25 +1,23 @@
 """What an estimate comes to, without its rows: the peak of every phase, in a few milliseconds."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from labkit.ledger import rounded
 from labkit.memory.book import Book
-from labkit.memory.meter import Change, Integers, Meter, Pool
+from labkit.memory.meter import Change, Integers, Meter, Numbers
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
 from labkit.memory.tape import DTYPE_BYTES, Shape
-from labkit.memory.units import Chunk, chunks, loss_chunk, weights
-from labkit.memory.weights import Act, Tensors
+from labkit.memory.units import Chunk, chunks, loss_chunk
+from labkit.memory.weights import Act, Alike, Block, Tensors
 from labkit.workload import Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
-from labkit.workload.kernels import length_choices
+from labkit.workload.kernels import learned_positions
 
 _LARGE = 10 * MIB
 """From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
@@ -75,14 +73,14 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
 
     Agrees with the phases of `labkit.memory.estimate.estimate` to the byte, in tensors.
     """
-    return outline_of(chunks(workload, stage), workload, stage, Pool(Integers(size)))
+    return outline_of(chunks(workload, stage), workload, stage, Integers(size))
 
 
-def outline_of(model: list[Chunk], workload: Workload, stage: int, pool: Pool) -> Outline:
-    """The same of recorded units; in a sweep their bytes are arrays and `pool` sums arrays."""
-    positions = length_choices(workload).learned_positions
+def outline_of(model: list[Chunk], workload: Workload, stage: int, numbers: Numbers) -> Outline:
+    """The same of recorded units; in a sweep their bytes are arrays and `numbers` sums arrays."""
+    positions = learned_positions(workload)
     key = _StateKey(workload.model, workload.parallelism, workload.training, stage, positions, model, workload)
-    books = _Levels(_state_changes(key, pool.numbers.size), Meter(pool), pool.numbers.larger)
+    books = _Levels(_state_changes(key, numbers.size), Meter(numbers), numbers.larger)
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
     return Outline(
@@ -185,22 +183,45 @@ class _Tally(Book):
     def close(self, number: int) -> None:
         self._level -= self._opened[number - 1]
 
-    def each(self, tensors: Tensors, acts: Sequence[Act], *, last_first: bool = False) -> None:  # noqa: ARG002
-        if not acts or not len(tensors.numel):
+    def each(self, tensors: Tensors, acts: Sequence[Act]) -> None:
+        if not acts or not tensors.sizes:
             return
-        numel: Any = tensors.numel
-        sizes = {dtype: self._size(rounded(numel * DTYPE_BYTES[dtype])) for dtype in {act.dtype for act in acts}}
-        if all(act.verb == "open" for act in acts):
-            self._level += sum(int(sizes[act.dtype].sum()) for act in acts)
-            self._peak = max(self._peak, self._level)
-            return
-        if all(act.verb == "close" for act in acts):
-            self._level -= sum(int(sizes[act.dtype].sum()) for act in acts)
-            return
-        changes = np.stack([sizes[act.dtype] if act.verb == "open" else -sizes[act.dtype] for act in acts], axis=1)
-        levels = np.cumsum(changes.ravel())
-        self._peak = max(self._peak, self._level + int(levels.max()))
-        self._level += int(levels[-1])
+        if len({act.verb for act in acts}) == 1:
+            # All the way up or all the way down: their order does not matter.
+            net = sum([self._total(tensors, act) for act in acts])
+            change = Change(max(net, 0), net)
+        else:
+            change = _together(tensors.blocks, {numel: self._of_one(numel, acts) for numel in tensors.sizes})
+        self._peak = max(self._peak, self._level + change.peak)
+        self._level += change.net
+
+    def _total(self, tensors: Tensors, act: Act) -> int:
+        """What an act does to the level."""
+        size, width = self._size, DTYPE_BYTES[act.dtype]
+        total: int = sum([size(rounded(numel * width)) * count for numel, count in tensors.sizes.items()])
+        return total if act.verb == "open" else -total
+
+    def _of_one(self, numel: int, acts: Sequence[Act]) -> Change:
+        """What the acts do to the level for a tensor."""
+        peak = level = 0
+        for verb, _, dtype, _ in acts:
+            nbytes = self._size(rounded(numel * DTYPE_BYTES[dtype]))
+            level += nbytes if verb == "open" else -nbytes
+            peak = max(peak, level)
+        return Change(peak, level)
+
+
+def _together(parts: Iterable[Alike | Block], changes: Mapping[int, Change]) -> Change:
+    """What comes of a change for each tensor, by its elements: the first or the last of equal ones has the peak."""
+    peak = net = 0
+    for part in parts:
+        if isinstance(part, Block):
+            once, times = _together(part.parts, changes), len(part.repeats)
+        else:
+            once, times = changes[part.numel], len(part.numbers)
+        peak = max(peak, net + once.peak + max(once.net, 0) * (times - 1))
+        net += once.net * times
+    return Change(peak, net)
 
 
 class _StateChanges(NamedTuple):
@@ -232,7 +253,7 @@ class _StateKey:
 
 @lru_cache(maxsize=256)
 def _state_changes(key: _StateKey, size: Callable[[Any], Any]) -> _StateChanges:
-    state, tally = State(*weights(key.chunks), key.workload, key.stage), _Tally(size)
+    state, tally = State(key.chunks, key.workload, key.stage), _Tally(size)
     # In the order they happen: what is opened in one is closed in another.
     set_up, sync_gradients, first_step, zero_gradients, later_step = map(
         tally.during, (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)

@@ -6,6 +6,7 @@ MLP, the head, or a run of whole layers that one checkpoint covers. Units of one
 `labkit.memory.meter` sums them up without one.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -100,6 +101,18 @@ class Attributes(NamedTuple):
         )
 
 
+NO_ATTRIBUTES = Attributes()
+
+
+class Cache(NamedTuple):
+    """A cache that all modules share, as a script uses it."""
+
+    entries: int
+    """How many fit."""
+    uses: int
+    """Of a forward."""
+
+
 class Passed(NamedTuple):
     """What a pass does to memory."""
 
@@ -134,9 +147,11 @@ class Script:
     """That gradient is a view of a new tensor: the unit before cannot add another into it."""
 
     @cached_property
-    def caches(self) -> list[tuple[str, int]]:
-        """Cache and number of entries of each use of one in a forward."""
-        return [(key, self.slots[slot].entries) for code, slot, key in self.forward if code == CACHE]
+    def caches(self) -> dict[str, Cache]:
+        """The caches that a forward uses."""
+        keys = Counter(key for code, _, key in self.forward if code == CACHE)
+        entries = {key: self.slots[slot].entries for code, slot, key in self.forward if code == CACHE}
+        return {key: Cache(entries[key], uses) for key, uses in keys.items()}
 
     @cached_property
     def once(self) -> dict[bool, dict[int, str]]:
@@ -264,7 +279,7 @@ class _Run:
         """What attributes keep now."""
         held = tuple((key, tensor) for key in sorted(self._held) for tensor in self._held[key])
         if not held:
-            return Attributes()
+            return NO_ATTRIBUTES
         tensors = {tensor for _, tensor in held}
         over = self._over & {microbatch for microbatch, _ in tensors}
         return Attributes(held, frozenset(self._done & tensors), over)

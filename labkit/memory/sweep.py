@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from labkit.errors import InputError
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.meter import NOTHING, Change, Pool
+from labkit.memory.meter import NOTHING, Change, Numbers
 from labkit.memory.outline import block, outline, outline_of, tensor
 from labkit.memory.script import Steps
 from labkit.memory.units import Recorder, Unit
@@ -154,20 +154,20 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     # Sequences of the `lora` runtime are no arrays; there all lengths are alike.
     sweeping = cases[0].model_copy(update={"batch": batch}) if cases[0].training.runtime == "megatron" else cases[0]
     recorder = Recorder(sweeping, Sizes.of(sweeping))
-    pools = [Pool(_Arrays(size, len(lengths))) for size in (tensor, block)]
+    numbers = [_Arrays(size, len(lengths)) for size in (tensor, block)]
     priced: dict[Recompute, list[Row]] = {}
     for case in cases:
         if case.recompute not in priced:
-            priced[case.recompute] = _rows(recorder, case, pools, len(lengths))
+            priced[case.recompute] = _rows(recorder, case, numbers, len(lengths))
         yield priced[case.recompute][lengths.index(case.batch.seq_length)]
 
 
-def _rows(recorder: Recorder, case: Workload, pools: Sequence[Pool], count: int) -> list[Row]:
+def _rows(recorder: Recorder, case: Workload, numbers: Sequence[Numbers], count: int) -> list[Row]:
     """One row for each length, of the stage that is fullest there."""
     best: list[Row | None] = [None] * count
     for stage in range(case.parallelism.pp):
         model = recorder.chunks(case.recompute, stage)
-        tensors, blocks = (outline_of(model, case, stage, pool) for pool in pools)
+        tensors, blocks = (outline_of(model, case, stage, each) for each in numbers)
         levels = _table([phase.bytes for phase in blocks.phases], count)
         peaks = _table([phase.bytes for phase in tensors.phases], count).max(axis=0)
         other = _table([tensors.between_steps_bytes, tensors.retained_bytes], count)

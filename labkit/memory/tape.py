@@ -143,7 +143,7 @@ class Op:
 
 
 class Parameter(NamedTuple):
-    """A weight of this rank."""
+    """A weight of this rank, or several equal ones in a row that differ in the number at the end of their names."""
 
     name: str
     shape: Shape
@@ -157,19 +157,23 @@ class Parameter(NamedTuple):
     """It has a gradient; frozen parameters are weights alone."""
     shared_embedding: bool = False
     """Another pipeline stage has it too (`param.shared_embedding`)."""
+    copies: int | None = None
+    """How many; None: one, without a number."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of one."""
         return prod(self.shape)
 
-    def at_layer(self, first: int) -> "Parameter":
-        """The same parameter of a unit whose layer 0 is decoder layer `first`."""
-        if self.layer is None or not first:
-            return self
-        layer = self.layer + first
-        name = self.name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
-        return self._replace(name=name, layer=layer)
+    def one(self, number: int, first: int) -> "Parameter":
+        """One of them, in a unit whose layer 0 is decoder layer `first`."""
+        name, layer = self.name, self.layer
+        if layer is not None and first:
+            layer += first
+            name = name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
+        if self.copies is not None:
+            name = f"{name}{number}"
+        return self._replace(name=name, layer=layer, copies=None)
 
 
 @dataclass(slots=True)
@@ -198,6 +202,8 @@ class Tape:
     keep them until the chunk's forward returns, what saves them longer."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
+    meters: dict[Any, Any] = field(default_factory=dict)
+    """What `labkit.memory.meter` has summed up of it, kept as long as the tape."""
     path: str = ""
     """Dotted path of the current module, markers included.
 
@@ -235,19 +241,18 @@ class Tape:
         expert: bool = False,
         replicated: bool = False,
         trainable: bool | None = None,
-        count: int | None = None,
+        copies: int | None = None,
         shared_embedding: bool = False,
     ) -> None:
-        """Declare weights, in the order Megatron registers them; `count` numbers equal ones from 0.
+        """Declare weights, in the order Megatron registers them; `copies` numbers equal ones from 0.
 
         Left open, they are trainable unless the tape's are frozen.
         """
-        names = [name] if count is None else [f"{name}{index}" for index in range(count)]
         trains = not self.frozen if trainable is None else trainable
-        self.parameters += [
-            Parameter(f"{self.module_path}.{each}", shape, self._layer, expert, replicated, trains, shared_embedding)
-            for each in names
-        ]
+        path = f"{self.module_path}.{name}"
+        self.parameters.append(
+            Parameter(path, shape, self._layer, expert, replicated, trains, shared_embedding, copies)
+        )
 
     def value(
         self, name: str, shape: Shape, dtype: str | None = None, *, grad: bool = True, routed: bool = False
@@ -314,7 +319,7 @@ class Tape:
         for value in outputs:
             value.made = index
         for value in (*inputs, *outputs):
-            value.storage.last_use = index
+            (value.base or value).last_use = index
         op = Op(
             name,
             self.path,
@@ -362,12 +367,13 @@ class Tape:
                 None if gradient_in is None else gradient_in.number,
                 _steps(op.temporaries),
                 _steps(op.backward_temporaries),
-                _numbers(inputs, outputs, saves, persists, node_keeps, keeps),
+                (len(inputs), len(outputs), len(saves), len(persists), len(node_keeps)),
+                tuple([each.number for each in (*inputs, *outputs, *saves, *persists, *node_keeps, *keeps)]),
             )
         )
 
     def _scratches(self, listed: Sequence[Buffer | Free]) -> tuple[Value | Free, ...]:
-        return tuple([each if isinstance(each, Free) else self._scratch(each) for each in listed])
+        return () if not listed else tuple([each if isinstance(each, Free) else self._scratch(each) for each in listed])
 
     def _scratch(self, buffer: Buffer) -> Value:
         return self.value(buffer.name, buffer.shape, buffer.dtype, grad=False)
@@ -417,8 +423,3 @@ class _Within:
 def _steps(temporaries: Iterable[Value | Free]) -> tuple[int | str, ...]:
     """Numbers of what is made and names of what is freed."""
     return tuple([each.name if isinstance(each, Free) else each.number for each in temporaries])
-
-
-def _numbers(*groups: Iterable[Value]) -> tuple[int, ...]:
-    """The numbers of groups of values, each ended by -1."""
-    return tuple([value.number for group in groups for value in (*group, NOTHING)])

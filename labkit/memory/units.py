@@ -1,6 +1,6 @@
 """A rank's model as units in order: each a script, shared by all units of its kind, and the layer it begins at."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -22,7 +22,6 @@ from labkit.memory.player import play
 from labkit.memory.recompute import Region, regions, whole
 from labkit.memory.script import Script
 from labkit.memory.tape import Tape
-from labkit.memory.weights import RunWeights, Weights
 from labkit.workload import Recompute, Workload
 from labkit.workload.routing import busiest_share
 from labkit.workload.stages import stage_layers
@@ -47,6 +46,21 @@ class Run(NamedTuple):
     layers: int
     """Decoder layers of each."""
 
+    def each(self) -> Iterator[Unit]:
+        """Its units, of all of the layers."""
+        for layer in range(0, self.times * (self.layers or 1), self.layers or 1):
+            for unit in self.units:
+                yield unit._replace(first_layer=unit.first_layer + layer) if layer else unit
+
+
+class Stretch(NamedTuple):
+    """Units in a row, and the same ones of later layers."""
+
+    units: tuple[Unit, ...]
+    times: int
+    layers: int
+    """From one repetition to the next."""
+
 
 _LONGEST_STRETCH = 16
 """Runs looked at for repetition: layer patterns are shorter."""
@@ -67,12 +81,7 @@ class Chunk:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """All of them."""
-        return tuple(
-            unit._replace(first_layer=unit.first_layer + layer) if layer else unit
-            for run in self.runs
-            for layer in range(0, run.times * (run.layers or 1), run.layers or 1)
-            for unit in run.units
-        )
+        return tuple(unit for run in self.runs for unit in run.each())
 
     @cached_property
     def scripts_with_attributes(self) -> list[Script]:
@@ -87,9 +96,9 @@ class Chunk:
         That is where the chunk's first unit to keep them stands, in a repeated stretch in the first repetition.
         """
         left, found = set(self.ends[0].script.reads), {}
-        for number, (units, _) in enumerate(self.stretches):
+        for number, stretch in enumerate(self.stretches):
             names = []
-            for unit in units:
+            for unit in stretch.units:
                 names.append(unit.script.keeps & left)
                 left -= unit.script.keeps
             if any(names):
@@ -103,8 +112,8 @@ class Chunk:
         return [slot for name, slot in self.ends[0].script.reads.items() if name not in kept]
 
     @cached_property
-    def stretches(self) -> list[tuple[tuple[Unit, ...], int]]:
-        """Repeated stretches, in order: (units, times). Units of one tape and one script count as equal."""
+    def stretches(self) -> list[Stretch]:
+        """Repeated stretches, in order. Units of one tape and one script count as equal."""
         numbers: dict[tuple[int, ...], int] = {}
         keys = [
             (run.times, *(part for unit in run.units for part in (id(unit.tape), id(unit.script)))) for run in self.runs
@@ -114,10 +123,11 @@ class Chunk:
         for start, length, times in _repetitions(kinds):
             if length == 1:
                 run = self.runs[start]
-                found.append((run.units, run.times * times))
+                found.append(Stretch(run.units, run.times * times, run.layers))
             else:
                 runs = self.runs[start : start + length]
-                found.append((tuple(unit for run in runs for unit in run.units * run.times), times))
+                units = tuple([unit for run in runs for unit in run.each()])
+                found.append(Stretch(units, times, sum([run.times * run.layers for run in runs])))
         return found
 
 
@@ -146,8 +156,7 @@ def _repeats(kinds: tuple[int, ...], start: int, length: int) -> int:
 
 def chunks(workload: Workload, stage: int = 0) -> list[Chunk]:
     """The model chunks of a pipeline rank: one, or several under an interleaved schedule."""
-    rest = workload.model, workload.parallelism, workload.batch, workload.training, workload.routing
-    return _recorder(_Recorded(rest, workload)).chunks(workload.recompute, stage)
+    return _recorder(_recorded(workload)).chunks(workload.recompute, stage)
 
 
 @dataclass(frozen=True)
@@ -158,16 +167,39 @@ class _Recorded:
     workload: Workload = field(compare=False)
 
 
+def _recorded(workload: Workload) -> _Recorded:
+    rest = workload.model, workload.parallelism, workload.batch, workload.training, workload.routing
+    return _Recorded(rest, workload)
+
+
 @lru_cache(maxsize=32)
 def _recorder(key: _Recorded) -> "Recorder":
-    return Recorder(key.workload, Sizes.of(key.workload))
+    workload, layout = key.workload, key.workload.parallelism
+    one_replica = layout.model_copy(
+        update={
+            "world_size": layout.tp * layout.cp * layout.pp,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
+        }
+    )
+    without_experts = None
+    if layout != one_replica:
+        without_experts = _recorder(_recorded(workload.model_copy(update={"parallelism": one_replica})))
+    return Recorder(workload, Sizes.of(workload), without_experts)
 
 
 class Recorder:
     """Records each kind of unit of a workload once, and plays it once for the labels that concern it."""
 
-    def __init__(self, workload: Workload, sizes: Sizes) -> None:
-        """`sizes` may be those of many lengths (`labkit.memory.sweep`); then so are the bytes on the tapes."""
+    def __init__(self, workload: Workload, sizes: Sizes, without_experts: "Recorder | None" = None) -> None:
+        """Of a workload.
+
+        Args:
+            workload: what is recorded.
+            sizes: its sizes, maybe those of many lengths (`labkit.memory.sweep`); then so are the bytes on the tapes.
+            without_experts: has what does not depend on how experts and data-parallel ranks are laid out.
+        """
+        self._without_experts = without_experts
         self._workload = workload
         self._sizes = sizes
         routing = workload.routing
@@ -246,6 +278,8 @@ class Recorder:
                 yield _Plan(tapes, checkpointed, first, alike, 1)
 
     def _once(self, record: Callable[[Workload, Sizes], Tape]) -> Tape:
+        if self._without_experts is not None and record is not record_back:
+            return self._without_experts._once(record)
         if record not in self._tapes:
             self._tapes[record] = record(self._workload, self._sizes)
         return self._tapes[record]
@@ -280,6 +314,8 @@ class Recorder:
         return self._shares[key]
 
     def _layers(self, places: tuple[Place, ...]) -> Tape:
+        if self._without_experts is not None and all(place.half != "moe" for place in places):
+            return self._without_experts._layers(places)
         if places not in self._tapes:
             self._tapes[places] = record_layers(self._workload, self._sizes, places)
         return self._tapes[places]
@@ -380,20 +416,3 @@ def _loss_chunk(key: _Recorded) -> Chunk:
         differentiates=training.differentiates,
     )
     return Chunk([Run((Unit(script, tape, (), 0),), 1, 0)])
-
-
-def weights(model: Sequence[Chunk]) -> tuple[Weights, list[range]]:
-    """All weights of a rank's model chunks, and the numbers of those of each chunk."""
-    found: list[range] = []
-    runs: list[RunWeights] = []
-    begin = 0
-    for chunk in model:
-        of_chunk = [
-            RunWeights([unit.tape.parameters for unit in run.units], run.units[0].first_layer, run.times, run.layers)
-            for run in chunk.runs
-        ]
-        end = begin + sum(run.times * sum(map(len, run.parameters)) for run in of_chunk)
-        found.append(range(begin, end))
-        runs += of_chunk
-        begin = end
-    return Weights(runs), found

@@ -1,80 +1,119 @@
-"""A rank's weights as columns: thousands of parameters are laid out, sharded and summed up in one go."""
+"""A rank's weights as blocks that repeat: thousands of parameters are laid out, sharded and summed up in one go."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import groupby
+from typing import Literal, NamedTuple, cast
 
 from labkit.errors import InputError
 from labkit.ledger import Lifetime
 from labkit.memory.tape import Parameter, Shape
+from labkit.memory.units import Chunk
 
 _MOST_ELEMENTS = 2**56
 """Their bytes, with gradients and optimizer state, fit integers of 64 bits."""
 
-type Integers = NDArray[np.int64]
-type Booleans = NDArray[np.bool_]
 
+class Alike(NamedTuple):
+    """Tensors of equal size in a row, each of one weight."""
 
-class RunWeights(NamedTuple):
-    """The parameters of a run of equal layers, or of a unit outside the layers."""
-
-    parameters: list[list[Parameter]]
-    """Of the units of each; those of one kind share a list."""
+    parameter: Parameter
+    numbers: range
+    """Of the weights among those of `parameter`."""
+    numel: int
+    """Elements of each."""
     first_layer: int
-    """Decoder layer that layer 0 of the first is."""
-    times: int
-    layers: int
-    """Decoder layers of each."""
+    """Decoder layer that layer 0 of the parameter's unit is."""
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """See `Block.sizes`."""
+        return {self.numel: len(self.numbers)}
+
+    def of(self, wanted: Callable[[Parameter], bool]) -> "tuple[Alike, ...]":
+        """See `Block.of`."""
+        return (self,) if wanted(self.parameter) else ()
+
+    def tensors(self, layers: int, numbers: int) -> Iterator[tuple[Parameter, int]]:
+        """See `Block.tensors`."""
+        for number in self.numbers:
+            yield self.parameter.one(number + numbers, self.first_layer + layers), self.numel
 
 
-class Weights:
-    """Parameters of a rank's model chunks, in the order Megatron registers them."""
+@dataclass(frozen=True)
+class Block:
+    """Tensors in a row, and the same ones of other layers, or of the weights so many numbers on."""
 
-    def __init__(self, runs: Sequence[RunWeights]) -> None:
-        self._runs = runs
-        kinds = {id(parameters): parameters for run in runs for parameters in run.parameters}
-        listed = [parameter for parameters in kinds.values() for parameter in parameters]
-        elements = sum(run.times * sum(each.numel for part in run.parameters for each in part) for run in runs)
-        if elements > _MOST_ELEMENTS:
-            raise InputError(
-                f"{elements} weights on a rank are more than labkit counts ({_MOST_ELEMENTS}); use smaller sizes"
-            )
-        begin, rows = 0, {}
-        for key, parameters in kinds.items():
-            rows[key] = np.arange(begin, begin + len(parameters))
-            begin += len(parameters)
-        index = np.concatenate(
-            [np.arange(0), *(rows[id(each)] for run in runs for _ in range(run.times) for each in run.parameters)]
-        )
-        self.numel: Integers = np.array([each.numel for each in listed], dtype=np.int64)[index]
-        self.expert = _column([each.expert for each in listed], index)
-        """Reduced over the expert data-parallel group."""
-        self.matrix = _column([len(each.shape) > 1 for each in listed], index)
-        self.trainable = _column([each.trainable for each in listed], index)
-        self.replicated = _column([each.replicated for each in listed], index)
-        """Computed on a sequence shard but not sharded itself."""
-        self.shared_embedding = _column([each.shared_embedding for each in listed], index)
-        """Another pipeline stage has it too."""
+    parts: "tuple[Alike | Block, ...]"
+    repeats: range = range(1)
+    layers: int = 0
+    """From a repetition to the next one."""
+    numbers: int = 0
+
+    @property
+    def flat(self) -> tuple[Alike, ...]:
+        """Its parts, where none is a block itself."""
+        return cast(tuple[Alike, ...], self.parts)
 
     @cached_property
-    def parameters(self) -> list[Parameter]:
-        """Each by itself."""
-        return list(self)
+    def sizes(self) -> dict[int, int]:
+        """How many tensors have so many elements."""
+        times = len(self.repeats)
+        return {numel: times * count for numel, count in sizes(self.parts).items()}
 
-    def __iter__(self) -> Iterator[Parameter]:
-        for run in self._runs:
-            for number in range(run.times):
-                first = run.first_layer + number * run.layers
-                for parameters in run.parameters:
-                    for parameter in parameters:
-                        yield parameter.at_layer(first)
+    def of(self, wanted: Callable[[Parameter], bool]) -> "tuple[Block, ...]":
+        """It with some parameters alone; nothing if it has none of them."""
+        parts = those(self.parts, wanted)
+        if not parts:
+            return ()
+        return (self,) if parts == self.parts else (Block(parts, self.repeats, self.layers, self.numbers),)
+
+    def tensors(self, layers: int = 0, numbers: int = 0) -> Iterator[tuple[Parameter, int]]:
+        """Each weight and the elements of its tensor, so many layers and numbers on."""
+        for repeat in self.repeats:
+            for part in self.parts:
+                yield from part.tensors(layers + repeat * self.layers, numbers + repeat * self.numbers)
 
 
-def _column(flags: list[bool], index: Integers) -> Booleans:
-    return np.array(flags, dtype=np.bool_)[index]
+def those[Part: Alike | Block](parts: Iterable[Part], wanted: Callable[[Parameter], bool]) -> tuple[Part, ...]:
+    """What there is of some parameters."""
+    return cast(tuple[Part, ...], tuple([found for part in parts for found in part.of(wanted)]))
+
+
+def sizes(parts: Iterable[Alike | Block]) -> dict[int, int]:
+    """How many tensors have so many elements."""
+    found: dict[int, int] = {}
+    for part in parts:
+        for numel, count in part.sizes.items():
+            found[numel] = found.get(numel, 0) + count
+    return found
+
+
+def weights(chunk: Chunk) -> list[Block]:
+    """Those of a model chunk, in the order Megatron registers them."""
+    found = []
+    for _, group in groupby(chunk.stretches, lambda each: (each.layers, [id(unit.tape) for unit in each.units])):
+        (units, times, layers), *others = group
+        parts = [
+            Alike(parameter, range(parameter.copies or 1), parameter.numel, unit.first_layer)
+            for unit in units
+            for parameter in unit.tape.parameters
+        ]
+        found.append(Block(tuple(parts), range(times + sum([other.times for other in others])), layers))
+    return found
+
+
+def elements(blocks: Iterable[Block]) -> int:
+    """Of all tensors.
+
+    Raises:
+        InputError: they are more than an integer of 64 bits can count.
+    """
+    found = sum([numel * count for numel, count in sizes(blocks).items()])
+    if found > _MOST_ELEMENTS:
+        raise InputError(f"{found} weights on a rank are more than labkit counts ({_MOST_ELEMENTS}); use smaller sizes")
+    return found
 
 
 class Act(NamedTuple):
@@ -97,11 +136,15 @@ class About(NamedTuple):
     lifetime: Lifetime
 
 
-class Tensors(NamedTuple):
-    """Tensors of one kind, each of one parameter."""
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one kind, each of one weight."""
 
-    numel: Integers
-    numbers: Integers
-    """Of the parameters."""
-    about: Callable[[int, int, Act], About]
-    """Of the tensor of a parameter (its number), with so many elements, that an act opens."""
+    blocks: Sequence[Block]
+    about: Callable[[Parameter, int, Act], About]
+    """Of the tensor of a weight, with so many elements, that an act opens."""
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """How many have so many elements."""
+        return sizes(self.blocks)

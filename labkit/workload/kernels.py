@@ -58,8 +58,13 @@ def length_choices(workload: "Workload") -> LengthChoices:
         whole,
         half,
         flash_sums(batch, heads_seen, multiprocessors) if workload.training.kernels.attends_deterministically else 1,
-        sequence if model.position_embedding_type == "learned_absolute" else 0,
+        learned_positions(workload),
     )
+
+
+def learned_positions(workload: "Workload") -> int:
+    """Rows of the table of learned positions."""
+    return _first(workload.batch.seq_length) if workload.model.position_embedding_type == "learned_absolute" else 0
 
 
 def _first(length: Any) -> int:

@@ -151,7 +151,7 @@ def test_needs_no_torch_and_no_polars() -> None:
     code = (
         "import sys; from labkit.memory.estimate import estimate; from labkit.workload import Workload; "
         f"estimate(Workload.load({str(MOONLIGHT)!r})).summary.model_dump_json(); "
-        "print({'torch', 'polars', 'altair'} & set(sys.modules))"
+        "print({'torch', 'numpy', 'polars', 'altair'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
 from labkit.memory.script import Script
-from labkit.memory.units import Unit, chunks
+from labkit.memory.tape import Tape
+from labkit.memory.units import Recorder, Unit, chunks
 from labkit.workload import Workload
 from tests.memory.grid import NAMES, workload
 
@@ -16,7 +18,8 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
     for case in (each for name in NAMES for each in _near(workload(name))):
         training = case.training
         fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
-        for unit in {id(unit.tape): unit for unit in _units(case)}.values():
+        found = [unit for stage in range(case.parallelism.pp) for unit in _units(case, stage)]
+        for unit in {id(unit.tape): unit for unit in found}.values():
             own = play(
                 unit.tape,
                 list(unit.regions),
@@ -34,6 +37,16 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
     assert shared > units / 4
 
 
+def test_what_is_recorded_without_experts_is_the_same_with_them() -> None:
+    """Layouts that differ in experts and data-parallel ranks alone share those tapes."""
+    for case in map(workload, NAMES):
+        alone = Recorder(case, Sizes.of(case))
+        for stage in range(case.parallelism.pp):
+            units = [unit for chunk in alone.chunks(case.recompute, stage) for unit in chunk.units]
+            for own, unit in zip(units, _units(case, stage), strict=True):
+                assert _recorded(own.tape) == _recorded(unit.tape), case
+
+
 def _near(case: Workload) -> Iterator[Workload]:
     yield case
     batch = case.batch.model_copy(update={"seq_length": case.batch.seq_length * 2})
@@ -46,8 +59,14 @@ def _near(case: Workload) -> Iterator[Workload]:
             yield near
 
 
-def _units(case: Workload) -> list[Unit]:
-    return [unit for stage in range(case.parallelism.pp) for chunk in chunks(case, stage) for unit in chunk.units]
+def _units(case: Workload, stage: int) -> list[Unit]:
+    return [unit for chunk in chunks(case, stage) for unit in chunk.units]
+
+
+def _recorded(tape: Tape) -> tuple[object, ...]:
+    tensors = [(each.name, each.shape, each.dtype, each.module, each.bytes, each.certainty) for each in tape.tensors]
+    work = [(op.flops, op.communicated_bytes) for op in tape.ops]
+    return tape.form, tensors, tape.parameters, work
 
 
 def _content(script: Script) -> tuple[object, ...]:

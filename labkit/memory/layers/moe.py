@@ -76,11 +76,11 @@ def _parameters(tape: Tape, model: Model, moe: MixtureOfExperts, sizes: Sizes, s
                 tape.parameter(f"{name}.bias", shape[:1], replicated=replicated_here)
     with tape.module("experts"):
         for name, shape in (("linear_fc1", (input_width(model, inner), outer)), ("linear_fc2", (outer, inner))):
-            # Each expert's weight, then its bias.
-            for expert in range(local):
+            if not biased:
+                tape.parameter(f"{name}.weight", shape, expert=split, copies=local)
+            for expert in range(local if biased else 0):
                 tape.parameter(f"{name}.weight{expert}", shape, expert=split)
-                if biased:
-                    tape.parameter(f"{name}.bias{expert}", shape[:1], expert=split)
+                tape.parameter(f"{name}.bias{expert}", shape[:1], expert=split)
     if shared_width:
         with tape.module("shared_experts"):
             if moe.moe_shared_expert_gate:

@@ -20,7 +20,6 @@ class Sizes:
     ep: int
     etp: int
     cp: int
-    world_size: int
     hidden: int
     batch: int
     sequence: int
@@ -74,7 +73,6 @@ class Sizes:
             ep=layout.ep,
             etp=layout.etp,
             cp=layout.cp,
-            world_size=layout.world_size,
             hidden=workload.model.hidden_size,
             batch=batch.micro_batch_size,
             sequence=sequence,
