@@ -98,7 +98,36 @@ def test_graphs_may_be_captured_before_the_first_step(server: TraceServer, whole
         assert kept(first)[static] == kept(whole)[static]
 
 
-def test_other_graphs_are_refused_in_one_sentence(server: TraceServer) -> None:
-    graphs = small(launch={"arguments": ["--cuda-graph-impl local", "--te-rng-tracker"]})
-    with pytest.raises(LabkitError, match=r"does not follow graphs of --cuda-graph-impl local; leave it out"):
-        server.run(graphs)
+@pytest.fixture(scope="module")
+def own(server: TraceServer) -> Trace:
+    """Megatron Core's own graphs of whole layers."""
+    return server.run(small(launch={"arguments": ["--cuda-graph-impl local"]}, **DENSE))
+
+
+def test_megatrons_own_graphs_are_captured_in_the_first_step_and_replayed_without_allocating(own: Trace) -> None:
+    phases = [(moment.iteration, moment.phase) for moment in own.ledger.moments]
+    assert phases.count((1, "capture")) == 1
+    assert [phase for iteration, phase in phases if iteration == 2][:2] == ["forward", "backward"]
+    assert steady(own) == []
+    assert steady(own, of="output_layer") != []
+    assert any(row.flops for row in own.work if row.module.startswith("decoder.layers"))
+
+
+def test_what_megatrons_own_graphs_hand_on_stays_in_their_pool(own: Trace) -> None:
+    handed = [row for row in own.ledger.rows if row.phase == "capture" and row.shape == (LOCAL, 1, HIDDEN)]
+    assert handed != []
+    assert kept(own) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "said"),
+    [
+        (["--cuda-graph-impl full_iteration", "--no-check-for-nan-in-loss-and-grad"], DENSE, "captures whole steps"),
+        (["--cuda-graph-impl local"], STAGES, "captures every micro-batch of a pipeline"),
+    ],
+)
+def test_other_graphs_are_refused_in_one_sentence(
+    server: TraceServer, arguments: list[str], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LabkitError, match=said + r".*leave it out"):
+        server.run(small(launch={"arguments": arguments}, **changes))

@@ -7,6 +7,7 @@ with numbers below zero, which no other allocation is on and whose segments `emp
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -52,10 +53,10 @@ class CUDAGraph:
 
 
 class Capture:
-    """What is being captured."""
+    """Where memory comes from while something is captured."""
 
     pools: ClassVar[list[_Pool]] = []
-    """Of the captures under way, the innermost last."""
+    """Those that now allocate, the innermost last."""
     _shared: ClassVar[Stream | None] = None
     _numbers: ClassVar[dict[tuple[_Pool, int], int]] = {}
 
@@ -89,6 +90,7 @@ def new_pool() -> _Pool:
 
 def replacements(tracker: StorageTracker) -> Iterator[Replacement]:
     """What Megatron Core and Transformer Engine capture with; imports both."""
+    from megatron.core.transformer import cuda_graphs
     from transformer_engine.pytorch import graph
 
     private = "the memory of what runs while it is captured, from a pool of its own"
@@ -97,7 +99,39 @@ def replacements(tracker: StorageTracker) -> Iterator[Replacement]:
     yield Replacement(torch.cuda, "graph_pool_handle", new_pool, NOTHING)
     yield Replacement(torch.cuda, "is_current_stream_capturing", lambda: bool(Capture.pools), NOTHING)
     yield Replacement(graph, "_graph_pool_handle", new_pool, NOTHING)
-    yield Replacement(graph, "make_weak_ref", _weak(tracker), "nothing: it shows memory that its pool may use again")
+    for owner in (graph, cuda_graphs):
+        yield Replacement(
+            owner, "make_weak_ref", _weak(tracker), "nothing: it shows memory that its pool may use again"
+        )
+    # Megatron Core's own graphs (`local`).
+    into_pool = "what is made until it ends, from that pool"
+    yield Replacement(torch._C, "_cuda_beginAllocateCurrentThreadToPool", _begin_pool, into_pool)
+    yield Replacement(torch._C, "_cuda_endAllocateToPool", lambda device, pool: Capture.pools.remove(pool), NOTHING)
+    yield Replacement(torch.cuda, "memory_stats", lambda device=None: Counter(), NOTHING)
+    yield Replacement(torch.cuda, "set_stream", _set_stream, NOTHING)
+    yield _own_captures(tracker, cuda_graphs._CudagraphGlobalRecord)
+
+
+def _begin_pool(device: int, pool: _Pool) -> None:
+    Capture.pools.append(pool)
+
+
+def _set_stream(stream: Stream) -> None:
+    Stream.current = stream
+
+
+def _own_captures(tracker: StorageTracker, record: Any) -> Replacement:
+    """Megatron Core captures its own graphs at the end of the first step's schedule, which no timer tells."""
+    original = record._create_cudagraphs
+
+    def create_cudagraphs(_record: Any) -> Any:
+        if record.cudagraph_record and not record.cudagraph_created:
+            tracker.phase(tracker.moments[-1].iteration, "capture")
+            with emptying_cache(tracker):
+                return original()
+        return original()
+
+    return Replacement(record, "_create_cudagraphs", classmethod(create_cudagraphs), NOTHING)
 
 
 @contextmanager

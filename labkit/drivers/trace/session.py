@@ -168,7 +168,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
     # As many micro-batches as show all that a step holds.
     arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
-    _refuse_graphs(arguments)
+    _refuse_graphs(workload, arguments)
     phase(0, "setup")
     with tracker.origin.inside("initialize"):
         build.initialize_megatron(arguments)
@@ -189,7 +189,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         build.look_for_checkpoint(arguments, optimizer)
     with tracker.origin.watching(*(chunk.module for chunk in chunks)):
         step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
-        _take(step, iterations, tracker, captures=arguments.cuda_graph_impl == "transformer_engine")
+        _take(step, iterations, tracker)
     for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):
         name(tensor, "optimizer", path)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -201,30 +201,35 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     )
 
 
-def _take(step: Any, iterations: int, tracker: StorageTracker, *, captures: bool) -> None:
+def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:
     """Take the steps; where CUDA graphs are captured, those before it and then as many as show all with graphs.
 
     A replay starts no operators: the work is that of the last step before.
     """
-    if captures:
-        iterations = min(iterations, step.arguments.cuda_graph_warmup_steps)
+    graphs_by, warmup = step.arguments.cuda_graph_impl, step.arguments.cuda_graph_warmup_steps
+    if graphs_by != "none":
+        # Megatron Core's own are captured in the first step.
+        iterations = 1 if graphs_by == "local" else min(iterations, warmup)
         tracker.work.iteration = max(iterations, 1)
     for _ in range(iterations):
         gc.collect()
         step.run()
-    if captures:
+    if graphs_by == "transformer_engine":
         with graphs.emptying_cache(tracker):
             step.capture()
-        for _ in range(_STEPS_WITH_GRAPHS):
-            step.run()
+    for _ in range(0 if graphs_by == "none" else _STEPS_WITH_GRAPHS):
+        step.run()
 
 
-def _refuse_graphs(arguments: argparse.Namespace) -> None:
-    if arguments.cuda_graph_impl not in ("none", "transformer_engine"):
-        raise InputError(
-            f"launch.arguments: a trace does not follow graphs of --cuda-graph-impl {arguments.cuda_graph_impl}; "
-            "leave it out to trace the same step without CUDA graphs"
-        )
+def _refuse_graphs(workload: Workload, arguments: argparse.Namespace) -> None:
+    refused = None
+    if arguments.cuda_graph_impl == "full_iteration":
+        refused = "captures whole steps, of which a trace would show no phases"
+    elif arguments.cuda_graph_impl == "local" and workload.parallelism.pp > 1:
+        refused = "captures every micro-batch of a pipeline, and a trace runs only as many as differ"
+    if refused is not None:
+        impl = f"launch.arguments: --cuda-graph-impl {arguments.cuda_graph_impl}"
+        raise InputError(f"{impl} {refused}; leave it out to trace the same step without CUDA graphs")
 
 
 def _buffers(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
