@@ -6,7 +6,7 @@ Sources: Megatron Core `distributed/param_and_grad_buffer.py`, `optimizer/param_
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import lcm
@@ -36,8 +36,8 @@ class Buffer:
     """With padding."""
     parameters: Sequence[Block]
     """In the order in which they lie in it."""
-    shards: Sequence[Block]
-    """What the optimizer of this rank steps of them."""
+    groups: tuple[Sequence[Block], Sequence[Block]]
+    """Shards that the optimizer of this rank steps: of matrices (which have weight decay), of vectors."""
 
 
 def buffers(weights: Sequence[Block], workload: Workload, *, bucketed: bool = True) -> list[Buffer]:
@@ -60,7 +60,7 @@ def buffers(weights: Sequence[Block], workload: Workload, *, bucketed: bool = Tr
             found.append(_sharded(name, expert, members, layout.edp if expert else ranks, bucket_size))
         else:
             # No padding (`_compute_default_per_buffer_param_layout`), whole parameters.
-            found.append(Buffer(name, expert, elements(members), members, members))
+            found.append(Buffer(name, expert, elements(members), members, _groups(members)))
     return found
 
 
@@ -105,7 +105,11 @@ def _sharded(name: str, expert: bool, members: tuple[Block, ...], ranks: int, bu
             owned += line.between(begin, min(end, begin + padded // ranks))
             numel += padded
             begin = end
-    return Buffer(name, expert, numel, laid_out, [Block(tuple(owned))])
+    return Buffer(name, expert, numel, laid_out, _groups([Block(tuple(owned))]))
+
+
+def _groups(shards: Sequence[Block]) -> tuple[Sequence[Block], Sequence[Block]]:
+    return those(shards, lambda each: len(each.shape) > 1), those(shards, lambda each: len(each.shape) <= 1)
 
 
 def _backwards(block: Block) -> Block:
@@ -229,7 +233,7 @@ class _Laid:
             found += self._within(first, begin, self._length)
             first += 1
         if first < last:
-            found.append(replace(self._block, repeats=self._block.repeats[first:last]))
+            found.append(Block(self._parts, self._block.repeats[first:last], self._block.layers))
         return [*found, *self._within(last, 0, end)] if end else found
 
     def _within(self, repetition: int, begin: int, end: int) -> list[Alike | Block]:

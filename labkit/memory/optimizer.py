@@ -4,12 +4,13 @@ Sources: Megatron Core `optimizer/distrib_optimizer.py`, `optimizer/optimizer.py
 (`Float16OptimizerWithFloat16Params`); Transformer Engine `pytorch/optimizers/fused_adam.py` and `fused_sgd.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
+from labkit.memory.buffers import Buffer
 from labkit.memory.tape import DTYPE_BYTES, Parameter
-from labkit.memory.weights import About, Act, Block, Tensors, those
+from labkit.memory.weights import About, Act, Tensors
 from labkit.workload import Workload
 from labkit.workload.training import Optimizer
 
@@ -21,16 +22,20 @@ class ShardedOptimizer:
     optimizer.
     """
 
-    def __init__(self, shards: Mapping[bool, Sequence[Block]], workload: Workload, gradient_dtype: str) -> None:
-        """`shards`: of the dense parameters (False) and the experts (True)."""
+    def __init__(self, buffers: Sequence[Buffer], workload: Workload, gradient_dtype: str) -> None:
+        """Of the shards of some buffers."""
         self._choice = workload.training.optimizer
         self._dtype = workload.training.precision
         self._copies_gradients = not self._choice.main_params_in_te and gradient_dtype != "fp32"
-        # One optimizer for the dense parameters and one for the experts; in each, matrices (with weight decay) are
-        # the first group of parameters and vectors the second.
+        # One optimizer for the dense parameters and one for the experts; in each, matrices are the first group of
+        # parameters and vectors the second.
+        groups = {expert: [each.groups for each in buffers if each.expert == expert] for expert in (False, True)}
         self._optimizers = [
-            [Tensors(those(shards[expert], wanted), self._about) for wanted in (_is_matrix, _is_vector)]
-            for expert in (False, True)
+            [
+                Tensors([block for blocks in alike for block in blocks], self._about)
+                for alike in zip(*of_all, strict=True)
+            ]
+            for of_all in groups.values()
         ]
         self._has_copies = False
         self._has_stepped = False
@@ -126,14 +131,6 @@ class ShardedOptimizer:
                 lifetime="state",
                 count=count,
             )
-
-
-def _is_matrix(parameter: Parameter) -> bool:
-    return len(parameter.shape) > 1
-
-
-def _is_vector(parameter: Parameter) -> bool:
-    return len(parameter.shape) <= 1
 
 
 _GRADIENT = Act("open", "fp32 gradient", "fp32")

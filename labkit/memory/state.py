@@ -1,7 +1,6 @@
 """What is alive between steps: parameters, their buffers (`labkit.memory.buffers`), the optimizer's part."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
@@ -36,11 +35,7 @@ class State:
         self._gathers = training.data_parallel.use_distributed_optimizer
         self._dtype = training.precision
         self._gradient_dtype = "fp32" if training.data_parallel.grad_reduce_in_fp32 else self._dtype
-        shards = {
-            expert: [block for buffer in self._buffers for block in buffer.shards if buffer.expert == expert]
-            for expert in (False, True)
-        }
-        self._optimizer = ShardedOptimizer(shards, workload, self._gradient_dtype)
+        self._optimizer = ShardedOptimizer(self._buffers, workload, self._gradient_dtype)
 
     def set_up(self, book: Book) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
@@ -69,9 +64,10 @@ class State:
             for position, part in enumerate(block.flat, start=1):
                 if found := built_with(part.parameter, self._workspace_bytes):
                     first, others = block.repeats[:1], block.repeats[1:]
-                    before = replace(block, parts=block.parts[:position], repeats=first)
-                    after = replace(block, parts=block.parts[position:], repeats=first), replace(block, repeats=others)
-                    return [*blocks[:index], before], [*after, *blocks[index + 1 :]], found
+                    before = Block(block.parts[:position], first, block.layers)
+                    after = Block(block.parts[position:], first, block.layers)
+                    repeated = Block(block.parts, others, block.layers)
+                    return [*blocks[:index], before], [after, repeated, *blocks[index + 1 :]], found
         return blocks, [], []
 
     def _parameters(self, blocks: Sequence[Block]) -> Tensors:

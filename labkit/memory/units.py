@@ -175,15 +175,10 @@ def _recorded(workload: Workload) -> _Recorded:
 @lru_cache(maxsize=32)
 def _recorder(key: _Recorded) -> "Recorder":
     workload, layout = key.workload, key.workload.parallelism
-    one_replica = layout.model_copy(
-        update={
-            "world_size": layout.tp * layout.cp * layout.pp,
-            "expert_model_parallel_size": 1,
-            "expert_tensor_parallel_size": None,
-        }
-    )
-    without_experts = None
-    if layout != one_replica:
+    fields = "world_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+    without_experts, plain = None, (layout.tp * layout.cp * layout.pp, 1, None)
+    if tuple(getattr(layout, name) for name in fields) != plain:
+        one_replica = layout.model_copy(update=dict(zip(fields, plain, strict=True)))
         without_experts = _recorder(_recorded(workload.model_copy(update={"parallelism": one_replica})))
     return Recorder(workload, Sizes.of(workload), without_experts)
 

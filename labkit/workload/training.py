@@ -1,6 +1,7 @@
 """How the step is carried out: precision, kernels, data parallelism, optimizer, hardware, software."""
 
 import re
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -115,7 +116,7 @@ class Training(Part):
     lora: Lora | None = None
     """For the `lora` runtime, which needs it."""
 
-    @property
+    @cached_property
     def workspaces(self) -> WorkspaceBytes:
         """Of the libraries on this GPU."""
         gpu, config = GPUS[self.gpu], self.cublas_workspace_config
