@@ -202,7 +202,7 @@ class Summary(Part):
     versions: dict[str, str] = {}
     """Of what a trace ran."""
     warnings: Many[str]
-    """Choices in the workload that do nothing."""
+    """Choices in the workload that do nothing; where a trace goes on and a real run would end."""
     work: Many[PhaseWork] = ()
     """What the steady step does, phase by phase, where it was traced."""
     raised: str | None = None

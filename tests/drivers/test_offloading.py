@@ -84,5 +84,6 @@ def test_micro_batches_in_turn_have_forward_and_backward_phases(in_turn: dict[st
 def test_a_chunk_of_which_nothing_is_offloaded_does_not_end_a_trace(in_turn: dict[str, Trace]) -> None:
     offloaded = in_turn["offloaded"]
     assert offloaded.measurement.environment["mended"] == CHUNK_MISMATCH
+    assert CHUNK_MISMATCH in offloaded.summary.warnings
     assert "mended" not in in_turn["plain"].measurement.environment
     assert offloaded.ledger.retained().total() < in_turn["plain"].ledger.retained().total()

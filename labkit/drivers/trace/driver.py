@@ -53,7 +53,10 @@ class Trace(Result):
         """The result on one page, with every rank that was traced."""
         assumed = tuple(f"{each.field} {each.assumed}" for each in open_fields(self.workload))
         ranks, versions = tuple(map(_summarised, self.measurement.ranks)), self.measurement.versions
-        return super().summary.model_copy(update={"ranks": ranks, "versions": versions, "assumed": assumed})
+        summary, mended = super().summary, self.measurement.environment.get("mended")
+        warnings = summary.warnings if mended is None else (*summary.warnings, mended)
+        update = {"ranks": ranks, "versions": versions, "assumed": assumed, "warnings": warnings}
+        return summary.model_copy(update=update)
 
     @cached_property
     def ranged(self) -> Summary:
