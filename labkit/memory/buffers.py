@@ -57,7 +57,7 @@ def buffers(weights: Sequence[Block], workload: Workload, *, bucketed: bool = Tr
         name, wanted = _GROUPS[expert]
         members = those(trained, wanted)
         if ddp.use_distributed_optimizer:
-            found.append(_sharded(name, expert, members, layout.edp if expert else ranks, bucket_size))
+            found.append(sharded(name, expert, members, layout.edp if expert else ranks, bucket_size))
         else:
             # No padding (`_compute_default_per_buffer_param_layout`), whole parameters.
             found.append(Buffer(name, expert, elements(members), members, _groups(members)))
@@ -71,7 +71,7 @@ _GROUPS: dict[bool, tuple[str, Callable[[Parameter], bool]]] = {
 
 
 @lru_cache(maxsize=64)
-def _sharded(name: str, expert: bool, members: tuple[Block, ...], ranks: int, bucket_size: int) -> Buffer:
+def sharded(name: str, expert: bool, members: tuple[Block, ...], ranks: int, bucket_size: int) -> Buffer:
     """Lay parameters out in reverse order, padded, in buckets of about `bucket_size` elements.
 
     Source: `DistributedOptimizer._compute_per_buffer_param_layout`; rank 0 owns the first part of each bucket.

@@ -70,7 +70,8 @@ class Integers:
 
     def sizes(self, unit: Unit) -> list[int]:
         """See `Numbers`."""
-        sizes = [self.size(slot.on(unit.tape).bytes) for slot in unit.script.slots]
+        size, tensors = self.size, unit.tape.tensors
+        sizes = [size((slot.constant or tensors[slot.source]).bytes) for slot in unit.script.slots]
         return [*sizes, *(-size for size in reversed(sizes))]
 
     def larger(self, one: int, other: int) -> int:
@@ -251,7 +252,7 @@ class Meter:
         """Go through the units; returns the bytes freed of micro-batches that were over, and what attributes keep."""
         freed: Any = 0
         after: dict[int, Attributes] = {}
-        step = -1 if backward else 1
+        step, larger = -1 if backward else 1, self._larger
         for number in range(len(chunk.stretches))[::step]:
             units, left, _ = chunk.stretches[number]
             meters = [_meters(unit, self._numbers) for unit in units][::step]
@@ -265,14 +266,14 @@ class Meter:
                 peak: Any = 0
                 net: Any = 0
                 for each, opened, names in zip(meters, opens, frees, strict=True):
-                    use = None if backward else self._use(each, warm, repeats)
-                    script_id = id(each.script)
-                    outcome = each.go(backward, before.get(script_id, NO_ATTRIBUTES), opened, use, names)
-                    peak = self._larger(peak, net + outcome.change.peak)
+                    attributes = before.get(id(each.script))
+                    use = self._use(each, warm, repeats) if each.script.caches and not backward else None
+                    outcome = each.go(backward, attributes or NO_ATTRIBUTES, opened, use, names)
+                    peak = larger(peak, net + outcome.change.peak)
                     net = net + outcome.change.net
-                    freed = freed + outcome.left * repeats
-                    if script_id in before:
-                        after[script_id] = outcome.attributes
+                    if attributes is not None:
+                        freed = freed + outcome.left * repeats
+                        after[id(each.script)] = outcome.attributes
                 self._repeated(Change(peak, net), repeats)
                 left -= repeats
         for slot in () if backward else chunk.passing:
@@ -340,8 +341,6 @@ class Meter:
     def _use(self, meters: _Meters, warm: bool, times: int = 1) -> CacheUse:
         """How a unit's next passes use their caches; modules of a `warm` chunk have used them before."""
         caches = meters.script.caches
-        if not caches:
-            return None
         if warm:
             full = any(self._used[key] > cache.entries for key, cache in caches.items())
             return tuple((key, 0) for key in caches) if full else None
