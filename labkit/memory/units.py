@@ -1,7 +1,7 @@
 """A rank's model as units in order: each a script, shared by all units of its kind, and the layer it begins at."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -206,11 +206,17 @@ class Recorder:
         self._differentiates = training.differentiates
         self._workspaces = training.workspaces
         self._plays: dict[int, _Plays] = {}
+        self._headless: Recorder | None = None
+        """Records the layers of ranks without output head, where those differ."""
 
     def chunks(self, recompute: Recompute, stage: int) -> list[Chunk]:
         """The model chunks of a pipeline rank under a recompute choice."""
         layers = stage_layers(self._workload, stage)
         last = stage == self._workload.parallelism.pp - 1
+        if not last and self._sizes.head and self._workload.training.kernels.moe_token_dispatcher_type == "allgather":
+            if self._headless is None:
+                self._headless = Recorder(self._workload, replace(self._sizes, head=False), self._without_experts)
+            return self._headless.chunks(recompute, stage)
         return [
             self._chunk(recompute, each, front=stage == index == 0, back=last and index == len(layers) - 1)
             for index, each in enumerate(layers)

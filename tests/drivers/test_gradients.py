@@ -73,3 +73,28 @@ def test_the_first_gradient_takes_the_sum_when_it_is_free(run_backward: Callable
         # Forward: two copies and their sum; backward: two copies and the product's gradient, none for the sum of both.
         made = [allocation.shape for allocation in tracker.allocations[before:]]
     assert made.count((1000,)) == 6
+
+
+INDICES = torch.tensor([[1, 2], [0, 3]])
+SELECTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda x: x[INDICES.to(x.device)],
+    "gather": lambda x: x.gather(0, INDICES.to(x.device)),
+    "index_select": lambda x: x.index_select(0, INDICES[0].to(x.device)),
+    "topk": lambda x: x.topk(2)[0],
+    "max": lambda x: x.max(1)[0],
+    "sort": lambda x: x.sort()[0],
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS)
+def test_a_gradient_written_into_zeros_is_booked_once(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """On a GPU the nodes write in place into the zeros that they make; under a dispatch mode they would copy."""
+    tracker = StorageTracker(Origin(), instead={**gradients.into_zeros()})
+    x = torch.ones(300, 400, device="meta", requires_grad=True)
+    with tracker:
+        select(x).sum().backward()
+        whole = [each for each in tracker.allocations if (each.shape, each.dtype) == ((300, 400), "float32")]
+    made = [each for each in whole if each.dies is None]
+    assert len(made) == 1
+    passing = [each for each in whole if each.dies is not None and each.dies > made[0].born > each.born]
+    assert not passing

@@ -22,6 +22,15 @@ _ENGINE = frozenset((_engine_run_backward.__name__, "custom_backward"))
 """Functions that call it: PyTorch's, and Megatron's, which begins a pass (`pipeline_parallel/schedules.py`)."""
 _ADD = torch.ops.aten.add.Tensor
 
+_INTO_ZEROS = {
+    "IndexBackward0": "index_put",
+    "GatherBackward0": "scatter_add",
+    "IndexSelectBackward0": "index_add",
+    "MaskedSelectBackward0": "masked_scatter",
+    **dict.fromkeys(("TopkBackward0", "SortBackward0", "MaxBackward0", "MinBackward0"), "scatter"),
+}
+"""Nodes of autograd and the operator with which they write a gradient into zeros that they have just made."""
+
 type Add = Callable[..., Tensor]
 type _References = tuple[int, int, int]
 
@@ -54,6 +63,35 @@ def adder() -> Add:
         return total
 
     return add
+
+
+def into_zeros() -> dict[Any, Callable[..., Tensor]]:
+    """Operators for `StorageTracker(instead=...)`: what a node writes into its own zeros goes there.
+
+    `FunctionsManual.cpp`, `index_backward`, `value_selecting_reduction_backward`; `TensorAdvancedIndexing.cpp`,
+    `gather_backward` and others ask `areAnyTensorSubclassLike`, which a dispatch mode is for them, and then make another.
+    """
+    aten = torch.ops.aten
+    pairs = {
+        aten.index_put.default: aten.index_put_.default,
+        aten.scatter_add.default: aten.scatter_add_.default,
+        aten.index_add.default: aten.index_add_.default,
+        aten.masked_scatter.default: aten.masked_scatter_.default,
+        aten.scatter.src: aten.scatter_.src,
+    }
+    return {function: _within_its_node(function, in_place) for function, in_place in pairs.items()}
+
+
+def _within_its_node(function: Any, in_place: Any) -> Callable[..., Tensor]:
+    name = function.overloadpacket.__name__
+
+    def run(*arguments: Any, **options: Any) -> Tensor:
+        node: Any = torch._C._current_autograd_node()
+        inside = node is not None and _INTO_ZEROS.get(node.name()) == name
+        written: Tensor = (in_place if inside else function)(*arguments, **options)
+        return written
+
+    return run
 
 
 class _Branch(torch.autograd.Function):

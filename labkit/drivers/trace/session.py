@@ -75,6 +75,7 @@ def trace_here(
         instead={
             torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
             torch.ops.aten.add.Tensor: gradients.adder(),
+            **gradients.into_zeros(),
             **dispatchers.operators,
             **host_values.operators,
         },

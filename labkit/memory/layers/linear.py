@@ -45,8 +45,8 @@ def layer_norm(tape: Tape, x: Value, rows: int, width: int) -> Value:
 def global_buffer(tape: Tape, workload: Workload, sizes: Sizes, *, experts: bool = True) -> None:
     """Rows are gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest.
 
-    The head gathers its input under sequence parallelism, the allgather dispatcher its tokens where the rank has
-    `experts`.
+    The head gathers its input under sequence parallelism where the rank has one, the allgather dispatcher its tokens
+    where the rank has `experts`.
     """
     shape, moe, senders = (sizes.tokens, sizes.hidden), workload.model.mixture_of_experts, sizes.ep * sizes.etp
     if (
@@ -57,7 +57,7 @@ def global_buffer(tape: Tape, workload: Workload, sizes: Sizes, *, experts: bool
     ):
         width = moe.moe_latent_size or sizes.hidden
         # Both grow with the tokens: compared for one token.
-        if sizes.sp == 1 or width * senders > sizes.hidden * sizes.sp:
+        if not sizes.head or sizes.sp == 1 or width * senders > sizes.hidden * sizes.sp:
             shape = (sizes.shard * senders, width)
     tape.op("gather_into_global_buffer", [], [], once=tape.buffer("global_memory_buffer", shape))
 

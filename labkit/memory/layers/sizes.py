@@ -30,6 +30,8 @@ class Sizes:
     """Some of attention's probabilities are dropped."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
+    head: bool = True
+    """The rank has the output head, or nothing depends on it."""
 
     def from_tensor_ranks(self, nbytes: int) -> int:
         """Bytes of a tensor of `nbytes`, gathered or reduced over the tensor-parallel group, that others send."""

@@ -98,4 +98,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "full block 1": {"full": ("block", 1)},
     "no overlap": FOUR
     | {"training.data_parallel.overlap_param_gather": False, "training.data_parallel.overlap_grad_reduce": False},
+    "allgather, latent experts, full uniform 1": {
+        "parallelism.world_size": 8,
+        "parallelism.tensor_model_parallel_size": 4,
+        "parallelism.sequence_parallel": True,
+        "parallelism.expert_model_parallel_size": 4,
+        "model.mixture_of_experts.moe_latent_size": 96,
+        "training.kernels.moe_token_dispatcher_type": "allgather",
+        "full": ("uniform", 1),
+    },
+    "deterministic, many words": DENSE
+    | {
+        "model.vocab_size": 32000,
+        "training.kernels.deterministic_mode": True,
+        "training.kernels.cross_entropy_loss_fusion": False,
+    },
 }
