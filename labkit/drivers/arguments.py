@@ -10,9 +10,13 @@ from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_args, validate_args
+from pydantic import TypeAdapter, ValidationError
 
 from labkit.errors import InputError
-from labkit.workload import Model, Workload
+from labkit.workload import Model, Parallelism, Workload
+from labkit.workload.base import Part
+from labkit.workload.model import MixtureOfExperts
+from labkit.workload.training import Kernels, Optimizer
 
 _BEYOND = frozenset(
     "attention_backend bf16 cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
@@ -20,6 +24,29 @@ _BEYOND = frozenset(
     "lr train_iters use_gloo_process_groups".split()
 )
 """Arguments that have no field, or more values than their field: with such a value, what `launch` says holds."""
+_FIELDS: dict[str, type[Part]] = {
+    "attention_backend": Kernels,
+    "cp_comm_type": Parallelism,
+    "moe_router_dtype": MixtureOfExperts,
+    "moe_router_load_balancing_type": MixtureOfExperts,
+    "optimizer": Optimizer,
+    "position_embedding_type": Model,
+}
+"""Those among them with a field of that name."""
+_OTHER_NAMES = {
+    "recompute_activations": "recompute",
+    "moe_layer_recompute": "recompute",
+    "padded_vocab_size": "model.vocab_size",
+    "hybrid_override_pattern": "model.hybrid_layer_pattern",
+    "use_flash_attn": "training.kernels.attention_backend",
+}
+"""Arguments of another name than the field that says the same."""
+_NO_PART_OF_A_STEP = frozenset(
+    "help yaml_cfg config_logger_dir save tensorboard_dir wandb_project use_cpu_initialization".split()
+)
+"""Arguments that read or write files, end the program, or leave the GPU."""
+_LAYERS = "megatron.core."
+"""Where layers of `--spec` come from: any other module would be code of the workload's author."""
 
 
 def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse.Namespace:
@@ -37,13 +64,21 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
     def find(parser: argparse.ArgumentParser) -> list[str]:
         options, names = parser._option_string_actions, [word.partition("=")[0] for word in words]
         launched.update((options[name].dest, name) for name in names if name in options)
+        for name in launched.keys() & _NO_PART_OF_A_STEP:
+            raise InputError(f"launch.arguments: {launched[name]} is no part of a training step; leave it out")
         return words
 
     namespace = parse(find, lambda message: f"launch.arguments: {message[:300]}")
+    for name in launched.keys() & _OTHER_NAMES.keys():
+        raise InputError(f"launch.arguments: {launched[name]} is what {_OTHER_NAMES[name]} says; change it there")
+    if "spec" in launched and namespace.spec and not namespace.spec[0].startswith(_LAYERS):
+        raise InputError(
+            f"launch.arguments: --spec names no layers of {_LAYERS}*, which alone are traced; leave it out"
+        )
     for name, value in arguments_of(workload, num_microbatches=num_microbatches).items():
         if name not in launched:
             setattr(namespace, name, value)
-        elif name not in _BEYOND:
+        elif name not in _BEYOND or _has_field(name, getattr(namespace, name), value):
             raise InputError(
                 f"launch.arguments: {launched[name]} is what a field of the workload says; change it there"
             )
@@ -51,6 +86,19 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         namespace.bf16 = False
     validate(namespace)
     return namespace
+
+
+def _has_field(name: str, launched: Any, said: Any) -> bool:
+    """Whether a field could say what `launch` says, and says otherwise."""
+    if name not in _FIELDS or launched == said:
+        return False
+    (value,) = launched if isinstance(launched, list) and len(launched) == 1 else [launched]
+    values: Any = _FIELDS[name].model_fields[name].annotation
+    try:
+        TypeAdapter(values).validate_python(getattr(value, "name", value))
+    except ValidationError:
+        return False
+    return True
 
 
 def parse(find: Callable[[argparse.ArgumentParser], list[str]], sentence: Callable[[str], str]) -> argparse.Namespace:

@@ -68,7 +68,18 @@ def build_model(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
         chunks: list[Any] = builder.build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
         )
+    if arguments.freeze_all_layers:
+        _freeze(chunks)
     return chunks
+
+
+def _freeze(chunks: list[Any]) -> None:
+    """`--freeze-all-layers`, as `megatron.training.training.get_model` does it."""
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for module in chunk.modules():
+            if hasattr(module, "frozen_expert_bias"):
+                module.frozen_expert_bias = True
 
 
 @contextmanager

@@ -185,6 +185,11 @@ def _optimizer(workload: "Workload") -> Iterator[Finding]:
         field = "training.optimizer.use_precision_aware_optimizer"
         yield Finding("error", field, f"{optimizer.optimizer} has no precision-aware form", "use adam or leave it off")
     at = "training.data_parallel."
+    if aware and optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:
+        reason = f"gradients reduced in fp32 are not kept in {optimizer.main_grads_dtype}"
+        yield Finding(
+            "error", "training.optimizer.main_grads_dtype", reason, f"use fp32 or {at}grad_reduce_in_fp32: false"
+        )
     if optimizer.optimizer == "sgd" and data_parallel.use_distributed_optimizer:
         reason = "Megatron Core distributes no momentum of sgd"
         yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it and overlap_param_gather to false")

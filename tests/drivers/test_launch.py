@@ -22,11 +22,22 @@ def test_an_argument_without_a_field_reaches_megatron(server: TraceServer) -> No
     assert plain.ledger.between_steps().total() == normed.ledger.between_steps().total()
 
 
+def test_frozen_layers_keep_no_gradients(server: TraceServer) -> None:
+    plain, frozen = server.run(small()), server.run(launched("--freeze-all-layers"))
+    assert frozen.ledger.between_steps().total() < plain.ledger.between_steps().total()
+    assert frozen.peak_allocated_bytes < plain.peak_allocated_bytes
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
         ("--no-such-thing", "launch.arguments: unrecognized arguments: --no-such-thing"),
         ("--num-layers 3", "launch.arguments: --num-layers is what a field of the workload says"),
+        ("--attention-backend unfused", "--attention-backend is what a field of the workload says"),
+        ("--recompute-activations", "--recompute-activations is what recompute says"),
+        ("--padded-vocab-size 5000", "--padded-vocab-size is what model.vocab_size says"),
+        ("--yaml-cfg x.yaml", "--yaml-cfg is no part of a training step"),
+        ("--spec os system", "--spec names no layers of megatron.core"),
         ("--lr x", "launch.arguments: argument --lr: invalid float value: 'x'"),
     ],
 )

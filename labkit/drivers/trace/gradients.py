@@ -69,7 +69,8 @@ def into_zeros() -> dict[Any, Callable[..., Tensor]]:
     """Operators for `StorageTracker(instead=...)`: what a node writes into its own zeros goes there.
 
     `FunctionsManual.cpp`, `index_backward`, `value_selecting_reduction_backward`; `TensorAdvancedIndexing.cpp`,
-    `gather_backward` and others ask `areAnyTensorSubclassLike`, which a dispatch mode is for them, and then make another.
+    `gather_backward` and others ask `areAnyTensorSubclassLike`, as all tensors are under a dispatch mode, and then make
+    another.
     """
     aten = torch.ops.aten
     pairs = {

@@ -122,7 +122,7 @@ def head_permutation(tape: Tape, net: GatedDeltaNet, sizes: Sizes) -> None:
 
 
 def _own_heads(tape: Tape, sizes: Sizes, projected: Value) -> Value:
-    """This rank's heads of all tokens, in order: columns are permuted first, so that one exchange serves all sections."""
+    """This rank's heads of all tokens, in order: columns are permuted first, and one exchange serves all sections."""
     permuted = tape.value("permuted", projected.shape)
     tape.op("index_select", [projected], [permuted])
     received = tokens_for_heads(tape, sizes, permuted)
