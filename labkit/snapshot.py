@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import pickletools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,16 @@ from labkit.workload.caching import DEFAULT, AllocatorSettings
 
 _LARGEST = 2**31
 """Bytes of a snapshot's file."""
+_RUN = re.compile(
+    b"(?:%b)*+"
+    % b"|".join(
+        re.escape(opcode.code.encode("latin-1")) + b".{%d}" % (opcode.arg.n if opcode.arg else 0)
+        for opcode in pickletools.opcodes
+        if (opcode.arg is None or opcode.arg.n >= 0) and "PUT" not in opcode.name and opcode.name != "STOP"
+    ),
+    re.DOTALL,
+)
+"""Opcodes with arguments of a fixed size that name no place in a pickle's memo: most of it, passed over at once."""
 
 
 class _PlainData(pickle.Unpickler):
@@ -39,6 +51,46 @@ class Replayed(NamedTuple):
     simulated: list[int]
 
 
+def _check_memo(content: bytes) -> None:
+    """The unpickler's memo is as long as its largest place says: eleven bytes can ask for all memory.
+
+    Raises:
+        ValueError: a place that a pickle of this length does not need, or no pickle.
+    """
+    file, name = io.BytesIO(content), ""
+    while name != "STOP":
+        run = _RUN.match(content, file.tell())
+        assert run is not None
+        file.seek(run.end())
+        opcode, argument, _ = next(pickletools.genops(file))
+        name = opcode.name
+        if "PUT" in name and not 0 <= int(argument or 0) <= len(content):
+            raise ValueError(f"it has {len(content)} bytes and names object {argument}")
+
+
+def _events(traces: Any, device: int) -> list[Event]:
+    if not 0 <= device < len(traces):
+        raise ValueError(f"it has {len(traces)}, counted from 0")
+    return [_event(place, entry) for place, entry in enumerate(traces[device])]
+
+
+def _event(place: int, entry: Any) -> Event:
+    """An entry of a trace.
+
+    Raises:
+        ValueError: a field is not what PyTorch writes.
+    """
+    event = Event(entry["action"], entry.get("addr", 0), entry["size"], entry["stream"])
+    for name, value, least in (
+        ("address", event.address, 0),
+        ("size", event.bytes, 0),
+        ("stream", event.stream, -(2**63)),
+    ):
+        if type(value) is not int or not least <= value < 2**63:
+            raise ValueError(f"the {name} of event {place} is no whole number that PyTorch writes")
+    return event
+
+
 def read_events(path: Path, device: int = 0) -> list[Event]:
     """What a snapshot's trace of `device` has, in order. Nothing in the file is executed.
 
@@ -46,13 +98,14 @@ def read_events(path: Path, device: int = 0) -> list[Event]:
         InputError: the file is no snapshot, or has no such device.
     """
     try:
-        snapshot = _PlainData(io.BytesIO(read_regular(path, _LARGEST))).load()
-        trace = snapshot["device_traces"][device]
-        return [Event(entry["action"], entry.get("addr", 0), entry["size"], entry["stream"]) for entry in trace]
+        content = read_regular(path, _LARGEST)
+        _check_memo(content)
+        return _events(_PlainData(io.BytesIO(content)).load()["device_traces"], device)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises what it likes
-        raise InputError(f"{path}: no memory snapshot of device {device}: {str(error)[:200]}") from error
+        reason = str(error)[:200] or type(error).__name__
+        raise InputError(f"{path}: no memory snapshot of device {device}: {reason}") from error
 
 
 def replay(events: list[Event], settings: AllocatorSettings = DEFAULT) -> Replayed:

@@ -37,6 +37,34 @@ def test_what_is_no_snapshot_is_named(tmp_path: Path) -> None:
             read_events(path)
 
 
+def test_a_pickle_that_asks_for_all_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(b"\x80\x04Nr" + (2**31).to_bytes(4, "little") + b".")
+    with pytest.raises(InputError, match="names object 2147483648"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("size", value) for value in ("12", None, 2**80, -5, 1.5, float("nan"))] + [("stream", []), ("addr", [])],
+)
+def test_entries_that_pytorch_does_not_write_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "snapshot.pickle"
+    entry = {"action": "alloc", "addr": 512, "size": 512, "stream": 0}
+    path.write_bytes(pickle.dumps({"device_traces": [[entry, entry | {field: value}]]}, protocol=2))
+    with pytest.raises(InputError, match="of event 1 is no whole number"):
+        read_events(path)
+
+
+def test_devices_count_from_zero(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"device_traces": [[], []]}))
+    assert read_events(path, 1) == []
+    for device in (-1, 2):
+        with pytest.raises(InputError, match=f"no memory snapshot of device {device}"):
+            read_events(path, device)
+
+
 def test_a_recording_that_began_late_is_refused() -> None:
     with pytest.raises(InputError, match="before the recording began"):
         replay([Event("free_completed", 512, 512, 0)])

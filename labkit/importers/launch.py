@@ -55,7 +55,7 @@ def read_launch(text: str, source: str) -> Launch:
         return _from_mapping(_one_document(text, source), source)
     found = list(_launches(commands(text, source), source))
     slurm = [word for line in _SBATCH.findall(text) for word in line.split()]
-    found = [(line, _ranks_of_slurm(launch, slurm)) for line, launch in found]
+    found = [(line, _ranks_of_slurm(launch, slurm, source)) for line, launch in found]
     if len(found) > 1:
         found = [each for each in found if _PRETRAINING.fullmatch(PurePosixPath(each[1].program).name)] or found
     if not found:
@@ -133,8 +133,8 @@ def _launches(found: Sequence[Command], source: str, depth: int = 0) -> Iterator
         inner = _inner_script(command.words)
         if inner is not None:
             for _, each in _launches(commands(inner, source, command.environment), source, depth + 1):
-                yield command.line, _ranks_of_slurm(each, command.words)
-        elif (launch := _launch(command)) is not None:
+                yield command.line, _ranks_of_slurm(each, command.words, source)
+        elif (launch := _launch(command, source)) is not None:
             yield command.line, launch
 
 
@@ -148,7 +148,7 @@ def _inner_script(words: Sequence[str]) -> str | None:
     return None
 
 
-def _launch(command: Command) -> Launch | None:
+def _launch(command: Command, source: str) -> Launch | None:
     words = list(command.words)
     at = _program_at(words)
     if at is None:
@@ -158,10 +158,9 @@ def _launch(command: Command) -> Launch | None:
         return None
     program = PurePosixPath(words[at]).name if at >= 0 else ""
     torchrun = any(PurePosixPath(word).name == "torchrun" or word.startswith("torch.distributed") for word in before)
-    world_size, unknown = _world(before, command.environment, torchrun=torchrun)
-    return _ranks_of_slurm(
-        Launch(tuple(arguments), command.environment, world_size, unknown, torchrun, program), before
-    )
+    world_size, unknown = _world(before, command.environment, source, torchrun=torchrun)
+    launch = Launch(tuple(arguments), command.environment, world_size, unknown, torchrun, program)
+    return _ranks_of_slurm(launch, before, source)
 
 
 def _program_at(words: Sequence[str]) -> int | None:
@@ -176,7 +175,9 @@ def _program_at(words: Sequence[str]) -> int | None:
     return None
 
 
-def _world(before: Sequence[str], environment: Mapping[str, str], *, torchrun: bool) -> tuple[int | None, str]:
+def _world(
+    before: Sequence[str], environment: Mapping[str, str], source: str, *, torchrun: bool
+) -> tuple[int | None, str]:
     """Ranks as the launcher's options or WORLD_SIZE state them, and why they are not known if they cannot be read."""
     stated = [_option(before, names) for names in (_PER_NODE, _NODES)]
     if not torchrun and not any(stated):
@@ -188,12 +189,23 @@ def _world(before: Sequence[str], environment: Mapping[str, str], *, torchrun: b
         if text is None:
             continue  # torchrun's default is 1
         if not _NUMBER.fullmatch(text):
-            return None, gaps(text)[0] if gaps(text) else repr(text[:80])
+            return None, _unknown(text, source)
         ranks *= int(text)
     return ranks, ""
 
 
-def _ranks_of_slurm(launch: Launch, words: Sequence[str]) -> Launch:
+def _unknown(text: str, source: str) -> str:
+    """What would have to be known to read a launcher's figure.
+
+    Raises:
+        InputError: it is a number, and none of ranks.
+    """
+    if re.fullmatch(r"[-+]?[0-9]+", text):
+        raise InputError(f"{source}: the launcher starts {text[:80]} ranks or nodes; it should be from 1 to {2**20}")
+    return gaps(text)[0] if gaps(text) else f"a machine that says what {text[:80]!r} means"
+
+
+def _ranks_of_slurm(launch: Launch, words: Sequence[str], source: str) -> Launch:
     """The launch with Slurm's tasks as its ranks, where nothing nearer to the program says how many there are."""
     if launch.world_size is not None or launch.unknown_world or launch.torchrun:
         return launch
@@ -203,7 +215,7 @@ def _ranks_of_slurm(launch: Launch, words: Sequence[str]) -> Launch:
     if tasks is None:
         return launch
     if not _NUMBER.fullmatch(tasks):
-        return launch._replace(unknown_world=gaps(tasks)[0] if gaps(tasks) else repr(tasks[:80]))
+        return launch._replace(unknown_world=_unknown(tasks, source))
     return launch._replace(world_size=int(tasks))
 
 

@@ -37,9 +37,9 @@ class Parallelism(Part):
     account_for_loss_in_pipeline_split: bool = False
     """The head counts as a layer of the last stage."""
 
-    pipeline_model_parallel_layout: (
-        Annotated[str, StringConstraints(min_length=1, max_length=4000), AfterValidator(_layout)] | None
-    ) = None
+    pipeline_model_parallel_layout: Annotated[str, StringConstraints(min_length=1), AfterValidator(_layout)] | None = (
+        None
+    )
     """The stages one by one: `Et*3|(tt|)*6mL`; with `virtual_pipeline_model_parallel_size` where there are chunks."""
 
     @property

@@ -7,17 +7,20 @@ import re
 
 LONGEST = 100_000
 """Characters of a layout that is written out; more is taken for a mistake."""
+_LONGEST_TEXT = 4000
 
 
 def layout_stages(text: str) -> tuple[str, ...]:
     """The stages, virtual ones included, each as its symbols: E embedding, t layer, m multi-token prediction, L loss.
 
     Raises:
-        ValueError: another symbol, or more than `LONGEST` characters.
+        ValueError: another symbol, or more characters than can be meant.
 
     >>> layout_stages("Et*2|(t|)*2,mL")
     ('Ett', 't', 't', 'mL')
     """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"it has more than {_LONGEST_TEXT} characters")
     unrolled = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         found = re.findall(pattern, unrolled)

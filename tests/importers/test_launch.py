@@ -9,6 +9,7 @@ from labkit.importers.launch import known_program, read_launch
 from labkit.importers.shell import gaps
 
 MODEL = "--num-layers 2 --hidden-size 64"
+RANKS = "ranks or nodes; it should be from 1 to 1048576"
 ARGUMENTS = ("--num-layers", "2", "--hidden-size", "64")
 
 
@@ -41,6 +42,8 @@ def test_finds_the_launch_and_its_ranks(script: str, ranks: int | None) -> None:
 def test_ranks_that_are_not_known_say_why() -> None:
     launch = read_launch(f"torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {MODEL}", "run.sh")
     assert (launch.world_size, launch.unknown_world) == (None, "$SLURM_NNODES, which is not set")
+    launch = read_launch(f"torchrun --nproc_per_node gpu pretrain_gpt.py {MODEL}", "run.sh")
+    assert (launch.world_size, launch.unknown_world) == (None, "a machine that says what 'gpu' means")
 
 
 def test_gaps_survive_a_shell_within() -> None:
@@ -94,6 +97,8 @@ def test_yaml_of_arguments() -> None:
         ('{"a": "x\\u0000y\\u0000"}', "x: a: should be a plain value or a list of them"),
         ('{"a": 1}\n{"a": 2}', "x: it has 2 rows; give one of them"),
         (f"a: &a [{'x, ' * 9999}]\nb: *a\nc: *a", "x: more than 16384 words of arguments"),
+        (f"torchrun --nproc-per-node 0 a.py {MODEL}", f"x: the launcher starts 0 {RANKS}"),
+        (f"srun --ntasks -2 python a.py {MODEL}", f"x: the launcher starts -2 {RANKS}"),
         ("eval \"eval 'eval x'\"", "x: it launches no Python program with arguments that begin with --"),
     ],
 )

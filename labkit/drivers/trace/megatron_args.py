@@ -21,14 +21,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any
 
-from labkit.errors import InputError
+from labkit.errors import InputError, nearest
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
+from labkit.workload.pipeline_layout import layout_stages
 
 _GAP = re.compile("\0([^\0]*)\0")
-_PATTERN = re.compile(r"[\d\[\]()+*,\s]*")
 _MOST_ENTRIES = 2**16
 _ELSEWHERE = {
     "yaml_cfg": "write what that file says as arguments",
@@ -39,6 +40,13 @@ _ELSEWHERE = {
 """Arguments that make it another program, or that are read from files which may be elsewhere."""
 _FILES = ("result_rejected_tracker_filename", "enable_msc", "non_persistent_ckpt_type", "te_precision_config_file")
 _FILES_OF_KITCHEN = ("kitchen_config_file", "kitchen_recipe_number")
+_AT_LEAST_ONE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+    "max_position_embeddings micro_batch_size global_batch_size vocab_size make_vocab_size_divisible_by "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size"
+).split()
+"""Numbers that Megatron divides by, or takes roots of, before it looks at them."""
 
 
 def main() -> None:
@@ -105,6 +113,9 @@ def read(
         namespace = parse(find, lambda message: _shown(message, 400))
     (parser,) = parsers
     given = {name: value for name, value in vars(namespace).items() if value != parser.get_default(name)}
+    for name in _AT_LEAST_ONE:
+        if isinstance(value := given.get(name), int) and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: should be at least 1")
     for name in (*_FILES, *_FILES_OF_KITCHEN):
         if hasattr(namespace, name):
             setattr(namespace, name, parser.get_default(name))
@@ -148,8 +159,9 @@ def _known(
         if found and (action is None or not any(fnmatchcase(action.dest, pattern) for pattern in silent)):
             raise InputError(f"{name if action else 'an argument'} needs {found.group(1)}")
         if not found:
-            for word in group:
-                _small(word)
+            if action is not None:
+                values = [*filter(None, [group[0].partition("=")[2]]), *group[1:]]
+                _check(name, action, values[:1] if action.nargs is None else values)
             kept.append((action, group))
     return kept
 
@@ -170,19 +182,37 @@ def _groups(words: list[str]) -> list[list[str]]:
     return groups
 
 
-def _small(word: str) -> None:
+def _check(name: str, action: argparse.Action, values: list[str]) -> None:
+    """Look at what Megatron writes out, which may be more than memory holds, and at what it has no sentence for.
+
+    Raises:
+        InputError: a value stands for too much, or is none of those that Megatron knows.
+    """
+    for value in values:
+        try:
+            if action.dest == "pipeline_model_parallel_layout":
+                layout_stages(value)
+            elif getattr(action.type, "__name__", "").endswith("_freq_type") and "[" in value:
+                _check_list(value)
+            elif isinstance(action.type, FunctionType):
+                action.type(value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise InputError(f"{name} {_shown(value)}: {error}") from None
+        except KeyError:  # some look into an enumeration
+            names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
+            raise InputError(f"{name} {_shown(value)}: there is none{nearest(value[:80], names)}") from None
+
+
+def _check_list(text: str) -> None:
     """Megatron evaluates lists such as `([0]*3+[1]*5)`; a short one may stand for more than memory holds.
 
     Raises:
-        InputError: it does.
+        ValueError: it does, or is none.
     """
-    text = word.partition("=")[2] if word.startswith("--") else word
-    if "[" not in text or not _PATTERN.fullmatch(text):
-        return
     try:
         _size(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InputError(f"the list {_shown(text)} is none, or too long") from None
+        raise ValueError("it is no list such as ([0]*1+[1]*3), or too long") from None
 
 
 def _size(node: ast.expr) -> int:
