@@ -19,7 +19,7 @@ from labkit.workload.model import MixtureOfExperts
 from labkit.workload.training import Kernels, Optimizer
 
 _BEYOND = frozenset(
-    "attention_backend bf16 cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
+    "attention_backend cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
     "moe_router_dtype moe_router_load_balancing_type optimizer position_embedding_type rope_type "
     "lr train_iters use_gloo_process_groups".split()
 )
@@ -148,7 +148,7 @@ def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]
         "create_attention_mask_in_dataloader": batch.create_attention_mask_in_dataloader,
         **_recompute(workload),
         **_kernels(workload),
-        "bf16": True,
+        "bf16": training.precision == "bf16",
         "use_distributed_optimizer": data_parallel.use_distributed_optimizer,
         "accumulate_allreduce_grads_in_fp32": data_parallel.grad_reduce_in_fp32,
         "grad_reduce_in_bf16": not data_parallel.grad_reduce_in_fp32,

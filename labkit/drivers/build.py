@@ -99,6 +99,11 @@ def _predicting_after_any_layer() -> Iterator[None]:
         gpt.mtp_block_spec = original
 
 
+def unwrapped(chunk: Any) -> Any:
+    """A chunk's own module: in bf16 it has a wrapper that converts inputs and outputs (`Float16Module`)."""
+    return getattr(chunk, "module", chunk)
+
+
 def wrap(arguments: argparse.Namespace, chunks: list[Any]) -> list[Any]:
     """Chunks over contiguous parameter and gradient buffers, made on a stream of their own."""
     wrapped: list[Any] = prepare_existing_model_chunks_for_distributed_training(

@@ -173,6 +173,7 @@ class _Mapping:
             "batch": {key: self.values[key] for key in _BATCH},
             "recompute": self._recompute(),
             "training": {
+                "precision": self._precision(),
                 "gpu": self._gpu(gpu),
                 "cublas_workspace_config": environment.get(_WORKSPACES) or None,
                 "allocator": self._allocator(environment),
@@ -181,7 +182,6 @@ class _Mapping:
                 "optimizer": self._optimizer(),
             },
         }
-        self._precision()
         self._own_layers()
         variables = self._environment(environment)
         self._rest()
@@ -374,11 +374,10 @@ class _Mapping:
             self.lost.append(f"gpu {stated}: taken as h100-80gb")
         return gpu or "h100-80gb"
 
-    def _precision(self) -> None:
+    def _precision(self) -> str:
         if self.values["fp16"]:
             self._lose("fp16", _MEANING["fp16"])
-        elif not self.values["bf16"]:
-            self._lose("bf16", "parameters in fp32; taken as bf16", "not given")
+        return "bf16" if self.values["fp16"] or self.values["bf16"] else "fp32"
 
     def _own_layers(self) -> None:
         spec = self.values["spec"]

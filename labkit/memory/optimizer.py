@@ -26,7 +26,9 @@ class ShardedOptimizer:
         """Of the shards of some buffers."""
         self._choice = workload.training.optimizer
         self._dtype = workload.training.precision
-        self._copies_gradients = not self._choice.main_params_in_te and gradient_dtype != "fp32"
+        # Parameters in fp32 are main parameters themselves.
+        self._copies_parameters = not self._choice.main_params_in_te and self._dtype != "fp32"
+        self._copies_gradients = self._copies_parameters and gradient_dtype != "fp32"
         # One optimizer for the dense parameters and one for the experts; in each, matrices are the first group of
         # parameters and vectors the second.
         groups = {expert: [each.groups for each in buffers if each.expert == expert] for expert in (False, True)}
@@ -49,7 +51,7 @@ class ShardedOptimizer:
 
     def set_up(self, book: Book) -> None:
         """Main parameters, where Megatron holds them: `clone().float()` of each shard."""
-        if self._choice.main_params_in_te:
+        if not self._copies_parameters:
             return
         clone = Act("open", "parameter copy", self._dtype)
         for shards in self._groups:

@@ -41,8 +41,8 @@ class State:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
         builds, wide = Act("open", "parameter", self._dtype), Act("open", "fp32 parameter", "fp32")
         before, after, found = self._first_built_with() if self._megatron else ((), self._weights, [])
-        converted = those(before, _is_built_wide)
-        book.each(self._parameters(those(before, lambda each: not _is_built_wide(each))), [builds])
+        converted = those(before, self._is_converted)
+        book.each(self._parameters(those(before, lambda each: not self._is_converted(each))), [builds])
         for key, workspace in found:
             # Later ones find it there.
             self.workspaces.add(key)
@@ -69,6 +69,10 @@ class State:
                     repeated = Block(block.parts, others, block.layers)
                     return [*blocks[:index], before], [after, repeated, *blocks[index + 1 :]], found
         return blocks, [], []
+
+    def _is_converted(self, parameter: Parameter) -> bool:
+        """A `torch.nn.Embedding` is built in fp32 on the host and moved; `Float16Module` makes the weight of it."""
+        return self._dtype != "fp32" and parameter.name.endswith("position_embeddings.weight")
 
     def _parameters(self, blocks: Sequence[Block]) -> Tensors:
         return Tensors(blocks, self._about)
@@ -116,8 +120,3 @@ class State:
     def step(self, book: Book) -> None:
         """The optimizer's step."""
         self._optimizer.step(book)
-
-
-def _is_built_wide(parameter: Parameter) -> bool:
-    """A `torch.nn.Embedding` is built in fp32 on the host and moved; `Float16Module` makes the weight of it."""
-    return parameter.name.endswith("position_embeddings.weight")

@@ -1,6 +1,6 @@
 """Which of Transformer Engine's attention kernels a workload can have, and which one `auto` becomes.
 
-Causal self-attention in bf16, sequence first. Sources: `get_attention_backend`
+Causal self-attention, sequence first. Sources: `get_attention_backend`
 (`transformer_engine/pytorch/attention/dot_product_attention/utils.py`) with flash-attention 2.8 installed and neither
 3 nor 4, and `nvte_get_fused_attn_backend` (`transformer_engine/common/fused_attn/fused_attn.cpp`) with cuDNN 9.21.
 """
@@ -43,11 +43,13 @@ def attention_backend(workload: "Workload") -> Backend:
 
 def backend_refusal(workload: "Workload", backend: Backend) -> Refusal | None:
     """Why the workload cannot have a kernel; None where it can."""
+    single = workload.training.precision == "fp32"
     if backend == "unfused":
-        if workload.parallelism.cp == 1:
-            return None
-        remedy = "use fused or context_parallel_size 1"
-        return Refusal(_BACKEND, "unfused attention has no context parallelism", remedy)
+        remedy = f"use {'' if single else 'fused or '}context_parallel_size 1"
+        refusal = Refusal(_BACKEND, "unfused attention has no context parallelism", remedy)
+        return None if workload.parallelism.cp == 1 else refusal
+    if single:
+        return Refusal(_BACKEND, f"the {backend} kernel takes no fp32", "use unfused or auto")
     kernels, model = workload.training.kernels, workload.model
     capability = GPUS[workload.training.gpu].compute_capability
     remedy = "use such a width or training.kernels.attention_backend: unfused"

@@ -53,7 +53,7 @@ def length_choices(workload: "Workload") -> LengthChoices:
     )
     return LengthChoices(
         batch == 1 or sequence == 1,
-        softmax_kernel_takes(batch, heads, sequence),
+        workload.training.precision != "fp32" and softmax_kernel_takes(batch, heads, sequence),
         batch * (sequence // cp) >= _FEWEST_PREPARED_ROWS,
         whole,
         half,

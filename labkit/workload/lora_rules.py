@@ -27,6 +27,8 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
     if workload.batch.create_attention_mask_in_dataloader:
         remedy = "leave it out"
         yield Finding("error", "batch.create_attention_mask_in_dataloader", "the lora runtime reads no mask", remedy)
+    if training.precision != "bf16":
+        yield Finding("error", "training.precision", "the lora runtime works in bf16", "leave it out")
     if training.lora is None:
         yield Finding("error", "training.lora", "the lora runtime needs it", "give training.lora.rank")
     else:

@@ -181,6 +181,9 @@ def _optimizer(workload: "Workload") -> Iterator[Finding]:
                 f"{getattr(optimizer, name)} needs the precision-aware optimizer",
                 "set training.optimizer.use_precision_aware_optimizer: true",
             )
+    if aware and workload.training.precision == "fp32":
+        field = "training.optimizer.use_precision_aware_optimizer"
+        yield Finding("error", field, "parameters in fp32 are their own main parameters", "leave it off")
     if aware and optimizer.optimizer != "adam":
         field = "training.optimizer.use_precision_aware_optimizer"
         yield Finding("error", field, f"{optimizer.optimizer} has no precision-aware form", "use adam or leave it off")

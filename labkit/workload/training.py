@@ -102,7 +102,8 @@ class WorkspaceBytes(NamedTuple):
 class Training(Part):
     """The training setup."""
 
-    precision: Literal["bf16"] = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of parameters and activations: Megatron's `--bf16`, or neither that nor `--fp16`."""
     kernels: Kernels = Kernels()
     data_parallel: DataParallel = DataParallel()
     optimizer: Optimizer = Optimizer()

@@ -35,6 +35,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LATENT | {"training.kernels.apply_rope_fusion": True}, "turns YaRN positions alone"),
     ({"training.kernels.attention_backend": "flash", "model.kv_channels": 100}, "a multiple of 8 elements up to 256"),
     (CONTEXT | {"training.kernels.attention_backend": "unfused"}, "unfused attention has no context parallelism"),
+    ({"training.precision": "fp32", "training.kernels.attention_backend": "flash"}, "the flash kernel takes no fp32"),
     (CONTEXT | {"batch.seq_length": 254}, "254 cannot be cut into two equal parts for each of 2 ranks"),
     (ALL_TO_ALL | {"model.num_query_groups": 2}, "2 ranks cannot share the 1 of a tensor-parallel rank"),
     (

@@ -212,6 +212,28 @@ def test_dtypes_decide_the_state(server: TraceServer) -> None:
     assert between(training__optimizer=lean) < base
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_parameters_in_fp32_are_their_own_main_parameters(server: TraceServer, distributed: bool) -> None:
+    trace = server.run(
+        small(
+            training={
+                "precision": "fp32",
+                "kernels": {"attention_backend": "unfused"},
+                "data_parallel": {"use_distributed_optimizer": distributed, "overlap_param_gather": distributed},
+            }
+        )
+    )
+    rows = trace.ledger.between_steps().rows
+    state = [row for row in rows if row.kind in ("parameters", "gradients", "optimizer")]
+    assert {row.dtype for row in state if row.bytes > 512} == {"fp32"}
+    kept = {row.tensor for row in state if row.kind == "optimizer" and row.bytes > 512}
+    assert kept == {"exp_avg", "exp_avg_sq"}
+    numel = trace.measurement.ranks[0].parameters
+    assert numel is not None
+    # The dense parameters' state is sharded over two ranks of data, the experts' over none: at most 16 bytes each.
+    assert sum(row.bytes for row in state) == pytest.approx(16 * numel, rel=0.25 if distributed else 0.02)
+
+
 def test_cross_entropy_of_the_stated_version(server: TraceServer) -> None:
     # 256 rows, 1024 / 2 columns of bf16 logits
     logits = 256 * 512 * 2

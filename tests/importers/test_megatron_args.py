@@ -56,6 +56,7 @@ LINES = {
     "full": f"{DENSE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "precise": f"{ROPE} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --context-parallel-size 2 --cp-comm-type a2a",
+    "fp32": DENSE.replace("--bf16 ", "").replace("fused", "unfused"),
     "squared": f"{DENSE} --squared-relu --no-bias-gelu-fusion --no-bias-dropout-fusion",
 }
 CARRIED = {
@@ -172,6 +173,10 @@ def test_megatrons_defaults_hold(found: dict[str, Found]) -> None:
     assert not training.kernels.cross_entropy_loss_fusion
     assert training.data_parallel.grad_reduce_in_fp32  # `validate_args` turns it on for bf16
     assert workload.parallelism.world_size == 1
+    assert training.precision == "bf16"
+    wide = found["fp32"]["workload"]["training"]
+    assert (wide["precision"], wide["kernels"]["attention_backend"]) == ("fp32", "unfused")
+    assert not wide["data_parallel"]["grad_reduce_in_fp32"]  # gradients have the parameters' dtype
 
 
 def test_vocabulary_positions_and_layout_of_a_job(found: dict[str, Found]) -> None:

@@ -31,6 +31,7 @@ def dense(gpu: str, **changes: Any) -> Workload:
         ("gb200-186gb", DROPOUT, "fused"),
         ("h100-80gb", DETERMINISTIC | DROPOUT, "fused"),
         ("h100-80gb", {"model.kv_channels": 100}, "unfused"),
+        ("h100-80gb", {"training.precision": "fp32"}, "unfused"),
         ("a100-80gb", {"parallelism.context_parallel_size": 2, "parallelism.world_size": 4}, "flash"),
     ],
 )

@@ -149,6 +149,12 @@ DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_
         {f"{OPTIMIZER}main_grads_dtype": "bf16"},
         {f"{OPTIMIZER}main_params_dtype": "fp16"},
         {f"{OPTIMIZER}optimizer": "sgd"},
+        {"training__precision": "fp32"},  # with the fused kernel
+        {
+            "training__precision": "fp32",
+            "training__kernels__attention_backend": "unfused",
+            f"{OPTIMIZER}use_precision_aware_optimizer": True,
+        },
         {f"{DATA_PARALLEL}use_distributed_optimizer": False},
         {f"{DATA_PARALLEL}overlap_grad_reduce": False},
         {

@@ -175,7 +175,8 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         build.initialize_megatron(arguments)
     with tracker.origin.inside("model"):
         chunks = build.build_model(workload, arguments)
-    paths = {tensor: path for chunk in chunks for tensor, path in tensor_paths(chunk.module)}
+    modules = [build.unwrapped(chunk) for chunk in chunks]
+    paths = {tensor: path for module in modules for tensor, path in tensor_paths(module)}
     for tensor, path in paths.items():
         name(tensor, "parameters", path)
     with tracker.origin.inside("gradient_buffers"):
@@ -188,7 +189,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     with tracker.origin.inside("optimizer"):
         optimizer = build.build_optimizer(arguments, wrapped)
         build.look_for_checkpoint(arguments, optimizer)
-    with tracker.origin.watching(*(chunk.module for chunk in chunks)):
+    with tracker.origin.watching(*modules):
         step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
         _take(step, iterations, tracker)
     for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):

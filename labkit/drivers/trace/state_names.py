@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
 
 
 def optimizer_tensors(
@@ -49,3 +54,6 @@ def _groups(part: MegatronOptimizer) -> Iterator[tuple[_Groups, _Groups, _Groups
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         yield part.float16_groups, part.float16_groups, part.fp32_from_float16_groups
         yield part.fp32_from_fp32_groups, part.fp32_from_fp32_groups, part.fp32_from_fp32_groups
+    elif isinstance(part, FP32Optimizer):
+        groups = [group["params"] for group in part.optimizer.param_groups]
+        yield groups, groups, groups

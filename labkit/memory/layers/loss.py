@@ -56,18 +56,23 @@ def _megatron(tape: Tape, sizes: Sizes, logits: Value, *, compiled: bool) -> Val
     Compiled, backward scatters into one more fp32 copy: Inductor cannot update the saved one in place, whose view the
     scatter reads.
     """
-    softmax = tape.value("softmax", logits.shape, "fp32", grad=False)
+    wide = logits.dtype == "fp32"
+    # `logits.float()`: the logits themselves, if they are fp32.
+    softmax = logits if wide else tape.value("softmax", logits.shape, "fp32", grad=False)
     mask = tape.value("target_mask", (sizes.tokens,), "bool", grad=False)
     target = tape.value("masked_target", (sizes.tokens,), "int64", grad=False)
     loss = tape.value("loss", (sizes.tokens,), "fp32")
+    # The compiled gradient is bf16; of fp32 logits autograd makes it fp32 again, after the scattered copy has gone.
+    scratch = ("bf16_gradient", logits.shape, "bf16") if wide else ("scattered", logits.shape, "fp32")
     names = ("logits_max", "predicted_logits", "sum_exp_logits", *(() if compiled else ("log",)))
     tape.op(
         "cross_entropy",
         [logits],
-        [softmax, mask, target, loss],
+        [*([] if wide else [softmax]), mask, target, loss],
         saves=[softmax, mask, target],
         temporaries=[tape.buffer(name, (sizes.tokens,), "fp32") for name in names],
-        backward_temporaries=[tape.buffer("scattered", logits.shape, "fp32")] if compiled else [],
+        backward_temporaries=[tape.buffer(*scratch)] if compiled else [],
+        gradient_in=softmax if wide and not compiled else None,
     )
     return loss
 

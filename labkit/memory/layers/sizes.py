@@ -28,6 +28,8 @@ class Sizes:
     """What kernels decide by the lengths; a sweep prices together only lengths that agree on it."""
     attention_dropout: bool
     """Some of attention's probabilities are dropped."""
+    masked: bool
+    """The batch brings a mask for each of its sequences."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
     head: bool = True
@@ -80,5 +82,6 @@ class Sizes:
             sequence=sequence,
             choices=length_choices(workload),
             attention_dropout=workload.model.attention_dropout > 0,
+            masked=batch.create_attention_mask_in_dataloader,
             lora=workload.training.lora,
         )

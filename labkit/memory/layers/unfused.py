@@ -10,8 +10,8 @@ from labkit.memory.tape import Tape, Value
 def causal_mask(tape: Tape, sizes: Sizes) -> None:
     """The triangle that PyTorch's softmax is masked with, made once a process (`_get_default_causal_mask`)."""
     if not sizes.choices.softmax_kernel:
-        triangle = tape.value("causal_mask", (sizes.sequence, sizes.sequence), "bool", grad=False)
-        tape.op("causal_mask", [], [triangle], caches=1)
+        triangle = tape.buffer("causal_mask", (sizes.sequence, sizes.sequence), "bool")
+        tape.op("causal_mask", [], [], once=triangle)
 
 
 def unfused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
@@ -56,13 +56,17 @@ def unfused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int
 
 
 def _mask(tape: Tape, sizes: Sizes) -> Value:
-    """`get_full_mask`: positions compared in int32."""
+    """`get_full_mask`: positions compared in int32, together with the batch's mask."""
     square = (1, 1, sizes.sequence, sizes.sequence)
     mask = tape.value("attention_mask", square, "bool", grad=False)
     distances = [tape.buffer(name, square, "int32") for name in ("distance", "from_left", "from_right")]
     compared = [tape.buffer(name, square, "bool") for name in ("inside_left", "inside_right")]
     tape.op("full_mask", [], [mask], temporaries=[*distances, *compared])
-    return mask
+    if not sizes.masked:
+        return mask
+    whole = tape.value("attention_mask", (sizes.batch, *square[1:]), "bool", grad=False)
+    tape.op("logical_or", [mask], [whole])
+    return whole
 
 
 def _repeated(tape: Tape, sizes: Sizes, x: Value, heads: int) -> Value:
@@ -78,15 +82,19 @@ def _softmax(tape: Tape, sizes: Sizes, scores: Value, mask: Value) -> Value:
     if sizes.choices.softmax_kernel:
         tape.op("scaled_masked_softmax", [scores], [probabilities], saves=[probabilities])
         return probabilities
-    square = (1, 1, sizes.sequence, sizes.sequence)
-    either = tape.value("mask", square, "bool", grad=False)
+    either = tape.value("mask", mask.shape, "bool", grad=False)
     tape.op("logical_or", [mask], [either])
-    wide = tape.value("scores", scores.shape, "fp32")
-    tape.op("float", [scores], [wide])
+    wide, narrow = scores, scores.dtype != "fp32"
+    if narrow:
+        wide = tape.value("scores", scores.shape, "fp32")
+        tape.op("float", [scores], [wide])
     masked = tape.view(wide, "scores", wide.shape)
-    tape.op("masked_fill_", [wide, either], [masked], saves=[either])
+    # Scores in fp32 are filled where they lie, in a view of the product: autograd's `CopySlices` clones and fills.
+    clones = [] if narrow else [tape.buffer(name, scores.shape) for name in ("sliced_gradient", "filled_gradient")]
+    tape.op("masked_fill_", [wide, either], [masked], saves=[either], backward_temporaries=clones)
     normal = tape.value("probabilities", scores.shape, "fp32")
     tape.op("softmax", [masked], [normal], saves=[normal])
-    tape.op("to_compute_dtype", [normal], [probabilities])
+    if narrow:
+        tape.op("to_compute_dtype", [normal], [probabilities])
     tape.hold([wide, either, normal])
-    return probabilities
+    return probabilities if narrow else normal

@@ -20,6 +20,7 @@ from tests.memory.grid import (
     moe,
     moonlight,
     pipeline,
+    precision,
     prediction,
     state,
 )
@@ -36,6 +37,7 @@ FAMILIES = {
     "moe": moe,
     "moonlight": moonlight,
     "pipeline": pipeline,
+    "precision": precision,
     "prediction": prediction,
     "state": state,
 }
