@@ -358,7 +358,6 @@ class Tape:
                 aliases,
                 norms_first,
                 views_gradient,
-                weights,
                 library,
                 caches,
                 once is None,
@@ -385,7 +384,10 @@ class Tape:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """All of it but sizes, dtypes and certainties: tapes of one form play alike."""
+        """All of it but sizes, dtypes, certainties and numbers of weights: tapes of one form play alike.
+
+        Where weight gradients are tensors of their own, only those with as many weights do.
+        """
         return (
             *self._form,
             *(None if end is None else end.number for end in (self.entry, self.exit, self.leaves, self.takes)),

@@ -330,7 +330,8 @@ class Recorder:
         input_held: bool = False,
     ) -> tuple[Script, tuple[Region, ...]]:
         if id(tape) not in self._plays:
-            self._plays[id(tape)] = _plays(_Form(tape.form, tape))
+            weights = () if self._fused else tuple([op.weights for op in tape.ops])
+            self._plays[id(tape)] = _plays(_Form((tape.form, weights), tape))
         plays = self._plays[id(tape)]
         chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
         key = chosen, self._workspaces, self._fused, gradient, input_held, self._differentiates
