@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test grid accuracy jobs lab lint bench lock clean
+.PHONY: help env report test grid accuracy cells jobs lab lint bench lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -28,6 +28,9 @@ grid: env  ## Hold the estimate against the trace on every workload of the grid
 
 accuracy: env  ## Hold the estimate against peaks measured on H200 (ACCURACY_ARGS="--cells FILE.csv" for others)
 	@$(BIN)/python benchmarks/accuracy_h200.py $(ACCURACY_ARGS)
+
+cells: env  ## Trace the cells measured on H200, beside the estimate (CELLS_ARGS="--only TEXT")
+	@$(BIN)/python benchmarks/trace_h200.py $(CELLS_ARGS)
 
 jobs: env  ## Trace Megatron-LM's own CI jobs and compare with their measured peaks (JOBS_ARGS="--only TEXT")
 	@$(BIN)/python benchmarks/accuracy_megatron_ci.py $(JOBS_ARGS)

@@ -22,8 +22,9 @@ from benchmarks.h200_cells import CHOSEN_FROM, PHASES, WARM, Cell, read
 from labkit.console import Terminal, printable
 from labkit.errors import LabkitError
 from labkit.ledger import Ledger
-from labkit.memory.estimate import Estimate, estimate
+from labkit.memory.estimate import estimate
 from labkit.memory.margin import margin_bytes, tuning_bytes
+from labkit.summary import Result
 from labkit.workload import Routing, Workload
 from labkit.workload.files import data_directory
 
@@ -92,11 +93,12 @@ class Increment(NamedTuple):
     """With the margin, and in a process's first backward the tuning allowance."""
 
 
-def increments(cell: Cell, result: Estimate) -> dict[str, Increment]:
+def increments(cell: Cell, result: Result) -> dict[str, Increment]:
     """What each phase takes.
 
-    A cold cell is the estimate's first step, a warm one its second. What a MoE process holds from an earlier cell
-    (the dispatchers' attributes) forward frees as it goes: it counts against the cell as far as it was measured.
+    `result` is the estimate or a trace. A cold cell is its first step, a warm one its second. What a MoE process holds
+    from an earlier cell (the dispatchers' attributes) forward frees as it goes: it counts against the cell as far as it
+    was measured.
     """
     iteration = 1 if cell.cold else 2
     ledger = result.ledger

@@ -168,6 +168,7 @@ def _workload(row: Mapping[str, str], source: str) -> Workload:
             "runtime": "lora",
             "lora": {"rank": 1, "compile_layers": row["compiled"] == "True", "optimizer_step": False},
             "kernels": _kernels(model),
+            "software": {"transformer_engine": "2.14.0"},
         },
     }
     if row["concentrated_routing"] == "True" and int(row["ep"]) > 1:

@@ -34,7 +34,7 @@ MAY_IMPORT = {
 """Rooms (a folder or a file of labkit) and the rooms below them."""
 
 HEAVY = {"torch", "megatron", "transformer_engine", "transformer_engine_torch", "triton"}
-MAY_IMPORT_HEAVY = ("drivers/arguments.py", "drivers/build.py", "drivers/step.py", "drivers/trace/")
+MAY_IMPORT_HEAVY = ("drivers/arguments.py", "drivers/build.py", "drivers/lora/", "drivers/step.py", "drivers/trace/")
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -16,7 +16,7 @@ from labkit.errors import InputError
 from labkit.workload import Model, Parallelism, Workload
 from labkit.workload.base import Part
 from labkit.workload.model import MixtureOfExperts
-from labkit.workload.training import Kernels, Optimizer
+from labkit.workload.training import Kernels, Optimizer, Training
 
 _BEYOND = frozenset(
     "attention_backend cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
@@ -147,7 +147,7 @@ def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]
         "global_batch_size": batch.micro_batch_size * workload.parallelism.dp * num_microbatches,
         "create_attention_mask_in_dataloader": batch.create_attention_mask_in_dataloader,
         **_recompute(workload),
-        **_kernels(workload),
+        **_kernels(workload.training),
         "bf16": training.precision == "bf16",
         "use_distributed_optimizer": data_parallel.use_distributed_optimizer,
         "accumulate_allreduce_grads_in_fp32": data_parallel.grad_reduce_in_fp32,
@@ -264,13 +264,13 @@ def _recompute(workload: Workload) -> dict[str, Any]:
     return {**fields, "recompute_modules": None if modules is None else list(modules)}
 
 
-def _kernels(workload: Workload) -> dict[str, Any]:
-    kernels = workload.training.kernels
+def _kernels(training: Training) -> dict[str, Any]:
+    kernels, fuses = training.kernels, training.fuses_activation
     return {
         "attention_backend": AttnBackend[kernels.attention_backend],
         "deterministic_mode": kernels.deterministic_mode,
-        "bias_gelu_fusion": kernels.bias_activation_fusion,
-        "bias_swiglu_fusion": kernels.bias_activation_fusion,
+        "bias_gelu_fusion": fuses,
+        "bias_swiglu_fusion": fuses,
         "use_fused_weighted_squared_relu": kernels.use_fused_weighted_squared_relu,
         "bias_dropout_fusion": kernels.bias_dropout_fusion,
         "apply_rope_fusion": kernels.apply_rope_fusion,

@@ -52,7 +52,7 @@ def transformer_config(workload: Workload, arguments: argparse.Namespace) -> Tra
         # Megatron-LM has no arguments for every pair of function and gate that Megatron Core has.
         config.activation_func = ACTIVATIONS[model.activation_func]
         config.gated_linear_unit = model.gated_linear_unit
-        config.bias_activation_fusion = kernels.bias_activation_fusion
+        config.bias_activation_fusion = workload.training.fuses_activation
     config.cross_entropy_loss_fusion = kernels.cross_entropy_loss_fusion
     config.cross_entropy_fusion_impl = kernels.cross_entropy_fusion_impl
     return config

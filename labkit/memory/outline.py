@@ -15,7 +15,7 @@ from labkit.memory.steps import run_steps
 from labkit.memory.tape import DTYPE_BYTES, Shape
 from labkit.memory.units import Chunk, chunks, loss_chunk
 from labkit.memory.weights import Act, Alike, Block, Tensors
-from labkit.workload import Model, Parallelism, Training, Workload
+from labkit.workload import Batch, Model, Parallelism, Training, Workload
 from labkit.workload.gpu import MIB
 from labkit.workload.kernels import learned_positions
 
@@ -78,8 +78,9 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
 
 def outline_of(model: list[Chunk], workload: Workload, stage: int, numbers: Numbers) -> Outline:
     """The same of recorded units; in a sweep their bytes are arrays and `numbers` sums arrays."""
-    positions = learned_positions(workload)
-    key = _StateKey(workload.model, workload.parallelism, workload.training, stage, positions, model, workload)
+    batch = None if workload.training.lora is None else workload.batch
+    rest = workload.model, workload.parallelism, workload.training
+    key = _StateKey(*rest, stage, learned_positions(workload), batch, model, workload)
     books = _Levels(_state_changes(key, numbers.size), Meter(numbers), numbers.larger)
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
@@ -247,6 +248,8 @@ class _StateKey:
     stage: int
     learned_positions: int
     """Rows of their table, which the batch decides."""
+    batch: Batch | None
+    """Which the `lora` runtime keeps on the device."""
     chunks: list[Chunk] = field(compare=False)
     workload: Workload = field(compare=False)
 

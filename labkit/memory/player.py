@@ -232,7 +232,7 @@ class _Player:
 
     def _forward_op(self, index: int, keep: bool) -> None:
         op = self._tape.ops[index]
-        self._libraries(op, backward=False)
+        self._libraries(op, backward=self._replayed_from >= 0)  # a replay runs in autograd's thread
         if op.caches:
             self._cache(op)
             return

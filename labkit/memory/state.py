@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from labkit.ledger import rounded
 from labkit.memory.book import Book
 from labkit.memory.buffers import Buffer, buffers
+from labkit.memory.layers.prefix_tree import tree_tensors
 from labkit.memory.library import built_with
 from labkit.memory.optimizer import ShardedOptimizer
 from labkit.memory.tape import DTYPE_BYTES, Parameter, Value
 from labkit.memory.units import Chunk
 from labkit.memory.weights import About, Act, Block, Tensors, elements, those, weights
 from labkit.workload import Workload
+from labkit.workload.behaviour import takes_workspace_when_built
 
 
 class State:
@@ -28,10 +30,12 @@ class State:
             for buffer in buffers(blocks, workload, bucketed=stage == index == 0)
             if training.steps_optimizer
         ]
-        self._megatron = training.runtime == "megatron"
         self._workspace_bytes = training.workspaces
+        self._takes_workspace = takes_workspace_when_built(training.software)
         self.workspaces: set[str] = set()
         """Keys of the library workspaces taken while the model was built (`labkit.memory.library`)."""
+        self._batch = [] if training.lora is None else [*tree_tensors(workload)]
+        """What the `lora` runtime's caller has on the device before a step."""
         self._gathers = training.data_parallel.use_distributed_optimizer
         self._dtype = training.precision
         self._gradient_dtype = "fp32" if training.data_parallel.grad_reduce_in_fp32 else self._dtype
@@ -40,7 +44,8 @@ class State:
     def set_up(self, book: Book) -> None:
         """Build the model, move what is gathered into DDP's buffers, make the main parameters."""
         builds, wide = Act("open", "parameter", self._dtype), Act("open", "fp32 parameter", "fp32")
-        before, after, found = self._first_built_with() if self._megatron else ((), self._weights, [])
+        base, adapters = self._base_and_adapters()
+        before, after, found = self._first_built_with(base)
         converted = those(before, self._is_converted)
         book.each(self._parameters(those(before, lambda each: not self._is_converted(each))), [builds])
         for key, workspace in found:
@@ -49,6 +54,10 @@ class State:
             self._open_workspace(book, workspace)
         book.each(self._parameters(after), [builds])
         book.each(self._parameters(converted), [wide, builds, wide._replace(verb="close")])
+        for tensor in self._batch:
+            name, shape, dtype = tensor
+            book.open(name, shape, dtype, tensor.bytes, module="batch", kind="input", lifetime="state")
+        book.each(self._parameters(adapters), [builds])
         for buffer in self._buffers:
             if self._gathers:
                 self._open_buffer(book, buffer, "param_data", self._dtype, "parameters")
@@ -57,9 +66,18 @@ class State:
                 book.each(self._parameters(buffer.parameters), [builds._replace(verb="close")])
         self._optimizer.set_up(book)
 
-    def _first_built_with(self) -> tuple[Sequence[Block], Sequence[Block], list[tuple[str, Value]]]:
+    def _base_and_adapters(self) -> tuple[Sequence[Block], Sequence[Block]]:
+        """A frozen base is built whole before its adapters."""
+        if not self._batch:
+            return self._weights, ()
+        return those(self._weights, lambda each: not each.trainable), those(self._weights, lambda each: each.trainable)
+
+    def _first_built_with(
+        self, blocks: Sequence[Block]
+    ) -> tuple[Sequence[Block], Sequence[Block], list[tuple[str, Value]]]:
         """The parameters up to the first that takes a workspace as it is built, the others, and what it takes."""
-        blocks = self._weights
+        if not self._takes_workspace:
+            return blocks, (), []
         for index, block in enumerate(blocks):
             for position, part in enumerate(block.flat, start=1):
                 if found := built_with(part.parameter, self._workspace_bytes):

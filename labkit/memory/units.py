@@ -275,7 +275,8 @@ class Recorder:
         for part, checkpointed in ((layers[:number], True), (layers[number:], False)):
             for position, alike in _alike([self._kind(layer) for layer in part]):
                 first = part[position]
-                tapes = [self._together(first, 1)] if checkpointed else self._halves(first)
+                whole = checkpointed or not self._differentiates
+                tapes = [self._together(first, 1)] if whole else self._halves(first)
                 yield _Plan(tapes, checkpointed, first, alike, 1)
 
     def _once(self, record: Callable[[Workload, Sizes], Tape]) -> Tape:

@@ -68,6 +68,15 @@ def gathers_ahead_of_every_forward(software: "Software") -> bool:
     return version_tuple(software.megatron_core) < (0, 18)
 
 
+def takes_workspace_when_built(software: "Software") -> bool:
+    """Whether a Transformer Engine `Linear` takes the workspace of its GEMMs as soon as it has its weight.
+
+    2.20 does (`module/linear.py`, `_prealloc_cublas_workspace`). The cells of `data/published/h200_lora_peaks.csv`, of
+    2.11 to 2.14, take it in the first forward. With which version that changed is not known.
+    """
+    return version_tuple(software.transformer_engine) >= (2, 15)
+
+
 def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:
     """Whether PyTorch's workspace of a cuBLAS handle is 32 MiB where the environment does not say.
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from labkit.errors import InputError, WorkError
+from labkit.errors import InputError
 from labkit.memory.estimate import Estimate, estimate
 from labkit.memory.outline import outline
 from labkit.workload import Workload
@@ -162,13 +162,6 @@ def test_outputs_of_the_vocabulary_come_in_chunks(outputs: str, kept: int) -> No
 def test_says_in_one_sentence_what_cannot_be(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         tuned(**changes)
-
-
-def test_the_trace_refuses_it() -> None:
-    from labkit.drivers.trace.server import TraceServer
-
-    with pytest.raises(WorkError, match="use labkit estimate"):
-        TraceServer().run(tuned())
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,15 @@ class Dispatchers:
 class _HybridEPBuffer:
     """DeepEP's `HybridEPBuffer`: what it hands out comes from PyTorch's allocator, its own buffers do not.
 
-    The package cannot be installed here. The handle's tensors are those seen on an H200, and their shapes are inferred
-    from what the package's Python half says of them, for ranks of one node.
+    The handle is for as many tokens as the buffer was made for. The package cannot be installed here. The handle's
+    tensors are those seen on an H200, and their shapes are inferred from what the package's Python half says of them,
+    for ranks of one node.
     """
 
     tokens_per_expert: Callable[[], torch.Tensor]
 
-    def __init__(self, *, group: Any, num_local_experts: int, **sizes: Any) -> None:
-        self._ranks, self._local = group.size(), num_local_experts
+    def __init__(self, *, group: Any, num_local_experts: int, max_num_of_tokens_per_rank: int, **sizes: Any) -> None:
+        self._ranks, self._local, self._most = group.size(), num_local_experts, max_num_of_tokens_per_rank
 
     def dispatch_with_permute(
         self,
@@ -176,7 +177,7 @@ class _HybridEPBuffer:
         """(rows in experts' order, their fp32 probabilities, no scales, rows of each expert on the host, handle)."""
         if handle is None:
             handle = self._handle(hidden.shape[0], type(self).tokens_per_expert())
-        counts = handle[-1]
+        *_, counts, _ = handle
         rows = hidden.new_empty(int(counts.sum()), hidden.shape[1])
         chosen = None if probs is None else hidden.new_empty(rows.shape[0], dtype=torch.float32)
         self._exchange(hidden, rows)
@@ -186,7 +187,7 @@ class _HybridEPBuffer:
         self, *, hidden: torch.Tensor, handle: Any, probs: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(tokens, their fp32 probabilities over all experts where those of the rows are given)."""
-        tokens = handle[0].shape[0]
+        *_, tokens = handle
         combined = hidden.new_empty(tokens, hidden.shape[1])
         self._exchange(combined, hidden)
         if probs is None:
@@ -199,11 +200,13 @@ class _HybridEPBuffer:
         exchanged("all_to_all", self._ranks, tokens.nbytes * (self._ranks - 1))
 
     def _handle(self, tokens: int, counts: torch.Tensor) -> tuple[Any, ...]:
-        dispatched = tokens * self._ranks
+        most = max(tokens, self._most)
+        dispatched = most * self._ranks
         return (
-            torch.empty(tokens, self._ranks, dtype=torch.int32, device="cuda"),  # sparse_to_dense_map
-            torch.empty(tokens, 1, dtype=torch.bool, device="cuda"),  # rdma_to_attn_map
+            torch.empty(most, self._ranks, dtype=torch.int32, device="cuda"),  # sparse_to_dense_map
+            torch.empty(most, 1, dtype=torch.bool, device="cuda"),  # rdma_to_attn_map
             torch.empty(dispatched, self._local, dtype=torch.bool, device="cuda"),  # local_expert_routing_map
             torch.empty(dispatched, self._local, dtype=torch.int32, device="cuda"),  # dense_to_expert_map
             counts,
+            tokens,
         )

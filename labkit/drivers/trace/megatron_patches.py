@@ -20,6 +20,7 @@ from labkit.workload.behaviour import (
     gathers_ahead_of_every_forward,
     releases_gathered_parameters,
     shards_gradients_in_fp32,
+    takes_workspace_when_built,
 )
 
 
@@ -198,6 +199,9 @@ def _sharded_as_stated(software: Software) -> Iterator[Replacement]:
 def stated_versions(software: Software) -> Iterator[Replacement]:
     """The habits of the stated versions where the installed ones have others (`labkit.workload.behaviour`)."""
     yield from _sharded_as_stated(software)
+    if not takes_workspace_when_built(software):
+        linear = importlib.import_module("transformer_engine.pytorch.module.linear")
+        yield Replacement(linear, "get_cublas_workspace", lambda *args: None, "nothing: the first GEMM takes it")
     gradient = cross_entropy_gradient(software)
     if gradient == cross_entropy_gradient(Software(transformer_engine=version("transformer-engine"))):
         return

@@ -123,6 +123,7 @@ def _layer(path: str) -> int | None:
 
 _KIND_OF_BUILDING = {
     "initialize": "moe",
+    "batch": "input",
     "model": "parameters",
     "gradient_buffers": "gradients",
     "optimizer": "optimizer",
@@ -159,7 +160,8 @@ def _lifetime(allocation: Allocation, horizon: int | None, first_step: int, stea
     born, dies = allocation.born, allocation.dies
 
     def alive_at(clock: int | None) -> bool:
-        return clock is not None and born < clock and (dies is None or dies > clock)
+        # What the first event of a phase frees is alive as it begins.
+        return clock is not None and born < clock and (dies is None or dies >= clock)
 
     if allocation.phase == "setup":
         return "state" if alive_at(first_step) else "transient"

@@ -249,12 +249,23 @@ def _check(workload: Workload, ranks: Iterable[int]) -> None:
     if world_size > _MOST_RANKS:
         reason = f"a trace builds the groups of all ranks, and {world_size} are more than {_MOST_RANKS}"
         raise InputError(f"{name}: {reason}; use labkit estimate")
-    if workload.training.runtime != "megatron":
-        reason = f"the trace runs Megatron Core's own training, not the {workload.training.runtime} runtime"
-        raise Unfinished(f"{name}: {reason}; use labkit estimate", "unsupported", "setup")
-    refused = unsupported_version()
+    refused = unsupported_version() or _unsupported_pass(workload)
     if refused is not None:
         raise Unfinished(f"{name}: {refused}", "unsupported", "setup")
+
+
+def _unsupported_pass(workload: Workload) -> str | None:
+    """What `labkit.drivers.lora` does not run, and the remedy; None if that is nothing."""
+    lora = workload.training.lora
+    if lora is None:
+        return None
+    refused = {
+        "context parallelism": workload.parallelism.cp > 1,
+        f"outputs: {lora.outputs}": lora.outputs != "hidden_states",
+        "regather: true": lora.regather,
+    }
+    found = next((what for what, broken in refused.items() if broken), None)
+    return found and f"the trace's lora runtime has no {found}; use labkit estimate"
 
 
 def _fullness(trace: "Trace") -> tuple[int, int]:

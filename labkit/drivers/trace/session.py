@@ -16,7 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
-from labkit.drivers.trace import compiled, cuda_surface, gradients, graphs, megatron_patches, offloading
+from labkit.drivers.trace import (
+    compiled,
+    compiled_layers,
+    cuda_surface,
+    flex_shapes,
+    gradients,
+    graphs,
+    megatron_patches,
+    offloading,
+)
 from labkit.drivers.trace.cublas import CublasWorkspaces
 from labkit.drivers.trace.dispatchers import Dispatchers
 from labkit.drivers.trace.driver import Trace
@@ -90,6 +99,10 @@ def trace_here(
         enter = stack.enter_context
         enter(fake_cuda(gpu))
         enter(installed(megatron_patches.stated_versions(workload.training.software)))
+        if workload.training.runtime == "lora":
+            enter(installed(flex_shapes.replacements()))
+        if workload.training.compiles_layers:
+            enter(installed(compiled_layers.replacements()))
         enter(installed(megatron_patches.sharing_storage(tracker.share)))
         enter(installed(dispatchers.replacements()))
         enter(installed(offloading.replacements(workload, mended)))
@@ -152,7 +165,6 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
 
     from labkit.drivers import build
     from labkit.drivers.arguments import megatron_arguments
-    from labkit.drivers.step import TrainingStep
     from labkit.drivers.trace.state_names import optimizer_tensors
 
     names: dict[int, Name] = {}
@@ -175,25 +187,30 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         build.initialize_megatron(arguments)
     with tracker.origin.inside("model"):
         chunks = build.build_model(workload, arguments)
+    prepare = _stepper(workload, arguments, chunks, tracker.origin, phase)
     modules = [build.unwrapped(chunk) for chunk in chunks]
     paths = {tensor: path for module in modules for tensor, path in tensor_paths(module)}
     for tensor, path in paths.items():
         name(tensor, "parameters", path)
-    with tracker.origin.inside("gradient_buffers"):
-        wrapped = build.wrap(arguments, chunks)
-    # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
-    for path, buffer in () if arguments.use_megatron_fsdp else _buffers(wrapped):
-        if buffer.param_data is not None:
-            name(buffer.param_data, "parameters", f"{path}.param_data")
-        name(buffer.grad_data, "gradients", f"{path}.grad_data")
-    with tracker.origin.inside("optimizer"):
-        optimizer = build.build_optimizer(arguments, wrapped)
-        build.look_for_checkpoint(arguments, optimizer)
+    wrapped, optimizer = chunks, None
+    if workload.training.steps_optimizer:
+        with tracker.origin.inside("gradient_buffers"):
+            wrapped = build.wrap(arguments, chunks)
+        # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
+        for path, buffer in () if arguments.use_megatron_fsdp else _buffers(wrapped):
+            if buffer.param_data is not None:
+                name(buffer.param_data, "parameters", f"{path}.param_data")
+            name(buffer.grad_data, "gradients", f"{path}.grad_data")
+        with tracker.origin.inside("optimizer"):
+            optimizer = build.build_optimizer(arguments, wrapped)
+            build.look_for_checkpoint(arguments, optimizer)
     with tracker.origin.watching(*modules):
-        step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
+        with tracker.origin.inside("batch"):
+            step = prepare(wrapped, optimizer)
         _take(step, iterations, tracker)
-    for path, tensor in () if arguments.use_megatron_fsdp else optimizer_tensors(optimizer, paths):
-        name(tensor, "optimizer", path)
+    if optimizer is not None and not arguments.use_megatron_fsdp:
+        for path, tensor in optimizer_tensors(optimizer, paths):
+            name(tensor, "optimizer", path)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     return _Built(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -201,6 +218,26 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         names=names,
     )
+
+
+def _stepper(
+    workload: Workload, arguments: argparse.Namespace, chunks: list[Any], origin: Origin, phase: PhaseCallback
+) -> Callable[[list[Any], Any], Any]:
+    """What makes the runtime's step of chunks and optimizer; the `lora` runtime changes the built model first."""
+    if workload.training.lora is None:
+        from labkit.drivers.step import TrainingStep
+
+        return lambda wrapped, optimizer: TrainingStep(workload, arguments, wrapped, optimizer, phase)
+    from labkit.drivers import build
+    from labkit.drivers.lora.model import adapt
+    from labkit.drivers.lora.step import LoraStep
+    from labkit.drivers.lora.tree import Tree
+
+    with origin.inside("batch"):
+        tree = Tree(workload, torch.device("cuda"))
+    with origin.inside("model"):
+        adapt(build.unwrapped(chunks[0]), workload.training.lora, tree)
+    return lambda wrapped, optimizer: LoraStep(workload, arguments, wrapped[0], tree, optimizer, phase)
 
 
 def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:

@@ -19,8 +19,6 @@ def adapted(tape: Tape, sizes: Sizes, x: Value, shard: Value, base: Value, parts
     `shard` is the rank's part of `x`. Eager, the parts are laid side by side before they are added, and columns without
     an adapter get zeros; compiled, one kernel reads them where they are.
     """
-    if not _adapts(tape, sizes):
-        return base
     outputs = [_adapter(tape, sizes, x, shard, part, str(number)) for number, part in enumerate(parts)]
     total = tape.value("adapted_output", base.shape)
     if sizes.compiled or len(parts) == 1:
@@ -36,7 +34,7 @@ def adapted(tape: Tape, sizes: Sizes, x: Value, shard: Value, base: Value, parts
 
 def adapted_row(tape: Tape, sizes: Sizes, x: Value, base: Value) -> Value:
     """`base` (shard rows, hidden) plus the adapter that reads `x` (tokens, width per rank), reduced like the base."""
-    if not _adapts(tape, sizes):
+    if not adapts(tape, sizes):
         return base
     output = _adapter(tape, sizes, x, x, sizes.hidden, "")
     if sizes.sp > 1:
@@ -53,7 +51,7 @@ def adapted_groups(tape: Tape, sizes: Sizes, x: Value, base: Value, experts: int
 
     Grouped kernels need ranks that are multiples of 8, so the factors are padded in copies that backward keeps.
     """
-    if not _adapts(tape, sizes):
+    if not adapts(tape, sizes):
         return base
     (rows, width), out_width = x.shape, base.shape[1]
     rank = -(-sizes.adapter_rank // _GROUPED_RANK_UNIT) * _GROUPED_RANK_UNIT
@@ -107,5 +105,6 @@ def _adapter(tape: Tape, sizes: Sizes, x: Value, shard: Value, out_width: int, n
     return out
 
 
-def _adapts(tape: Tape, sizes: Sizes) -> bool:
+def adapts(tape: Tape, sizes: Sizes) -> bool:
+    """Whether the linear that is recorded has adapters."""
     return sizes.lora is not None and sizes.lora.adapts(tape.module_path.rpartition(".")[2])

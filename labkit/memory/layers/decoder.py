@@ -81,7 +81,7 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
             inputs.setdefault(layer, hidden)
             with tape.module(f"layers.{layer}", layer=layer, kind="norm"):
                 hidden = _half(tape, workload, sizes, hidden, half, share or Fraction(1, sizes.ep))
-            if layer:
+            if layer or not workload.training.differentiates:
                 # `hidden_states` in the loop over layers (`custom_forward`) is a layer's input until it has returned.
                 tape.hold([inputs[layer]])
     tape.exit = hidden

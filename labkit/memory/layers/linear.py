@@ -8,7 +8,7 @@ A fused norm-linear behaves as the norm followed by the linear.
 
 from collections.abc import Sequence
 
-from labkit.memory.layers.adapters import adapted, adapted_row
+from labkit.memory.layers.adapters import adapted, adapted_row, adapts
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 from labkit.workload import Model, Workload
@@ -88,11 +88,13 @@ def column_parallel(
     copied first (`grad_output_preprocess`). `adapters` are the widths of the parts that have an adapter each in the
     `lora` runtime.
     """
+    gathers = sizes.sp > 1 and not gathered
+    if sizes.lora is not None and not adapts(tape, sizes):
+        return _frozen_gemm(tape, sizes, x, out_width, gathers=gathers)
     if sizes.lora is not None:
-        whole = gather_input(tape, sizes, x, width) if sizes.sp > 1 and not gathered else x
+        whole = gather_input(tape, sizes, x, width) if gathers else x
         return adapted(tape, sizes, whole, x, _frozen_gemm(tape, sizes, whole, out_width), adapters)
     out = tape.value("output", (sizes.tokens, out_width))
-    gathers = sizes.sp > 1 and not gathered
     full = tape.buffer("gathered_input", (sizes.tokens, width))
     full_gradient = tape.buffer("input_gradient", (sizes.tokens, width))
     copy = [tape.buffer("contiguous_gradient", out.shape)] if transposed_gradient else []
@@ -146,10 +148,21 @@ def gather_input(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
     return full
 
 
-def _frozen_gemm(tape: Tape, sizes: Sizes, x: Value, out_width: int) -> Value:
-    """`x` (tokens, width) times a frozen weight: nothing is saved, backward makes the input's gradient alone."""
+def _frozen_gemm(tape: Tape, sizes: Sizes, x: Value, out_width: int, *, gathers: bool = False) -> Value:
+    """`x` (rows, width) times a frozen weight: nothing is saved, backward makes the input's gradient alone."""
+    width = x.shape[1]
     out = tape.value("output", (sizes.tokens, out_width))
-    tape.op("column_parallel_gemm", [x], [out], library="te_gemm", flops=2 * sizes.tokens * x.shape[1] * out_width)
+    full, full_gradient = (tape.buffer(name, (sizes.tokens, width)) for name in ("gathered_input", "input_gradient"))
+    tape.op(
+        "column_parallel_gemm",
+        [x],
+        [out],
+        temporaries=[full] if gathers else [],
+        backward_temporaries=[full_gradient, GRADIENTS] if gathers else [],
+        library="te_gemm",
+        flops=2 * sizes.tokens * width * out_width,
+        communicated_bytes=sizes.from_tensor_ranks(full.bytes) if gathers else 0,
+    )
     return out
 
 

@@ -6,13 +6,14 @@ the state in which the prefix ended. Rows retained: traced module by module from
 against the cells of `data/published/h200_lora_peaks.csv`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
 from labkit.memory.layers.gdn import CHUNK, Heads, gated_norm, gdn_parameters
 from labkit.memory.layers.linear import column_parallel, norm, row_parallel
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Tape, Value
+from labkit.memory.tape import Buffer, Tape, Value
 from labkit.workload import Workload
 
 
@@ -30,6 +31,25 @@ class Segments:
         """The segments of the whole tree: context-parallel ranks exchange their tokens for heads."""
         segments = workload.batch.sequences.segments
         return cls(sum(-(-segment // CHUNK) * CHUNK for segment in segments), len(segments))
+
+
+_MASK_BLOCK = 128
+"""Rows and columns of a block of FlexAttention's mask (`_DEFAULT_SPARSE_BLOCK_SIZE`)."""
+
+
+def tree_tensors(workload: Workload) -> Iterator[Buffer]:
+    """The batch on the device: tokens, where they lie, and which blocks of the mask they see (`BlockMask`)."""
+    packed, padded = workload.batch.sequences, Segments.of(workload).rows
+    rows = (workload.batch.micro_batch_size * workload.batch.seq_length,)
+    for name in ("tokens", "positions", "segment", "slots"):
+        yield Buffer(name, rows, "int64")
+    yield Buffer("outputs", (packed.logical_rows,), "int64")
+    yield Buffer("sources", (padded,), "int64")
+    yield Buffer("counts", (padded, 1), "bool")
+    blocks = -(-rows[0] // _MASK_BLOCK)
+    for number in range(4):
+        yield Buffer(f"mask_counts{number}", (blocks,), "int32")
+        yield Buffer(f"mask_indices{number}", (blocks, blocks), "int32")
 
 
 def tree_attention(tape: Tape, workload: Workload, query: Value, key: Value, value: Value) -> Value:
@@ -77,8 +97,10 @@ def tree_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     decay = tape.value("g", (tokens, heads.values), "fp32")
     tape.op("gates", [projected], [softplus_input, beta, decay], saves=[softplus_input, beta])
     segments, own = Segments.of(workload), Heads.of(net, sizes.tp * workload.parallelism.cp)
-    convolved = _convolution(tape, segments, own, projected, net.linear_conv_kernel_dim)
+    gathered, convolved = _convolution(tape, segments, own, projected, net.linear_conv_kernel_dim)
     recurrent = _recurrence(tape, segments, own, convolved, [beta, decay])
+    # Variables: the convolution's input, and its output, of which the values are a view.
+    tape.hold([gathered, convolved])
     core = tape.value("recurrent_output", (tokens, heads.value))
     tape.op("scatter_segments", [recurrent], [core])
     with tape.module("@norm_out"):
@@ -87,15 +109,17 @@ def tree_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
         return row_parallel(tape, sizes, gated, heads.value)
 
 
-def _convolution(tape: Tape, segments: Segments, heads: Heads, projected: Value, kernel_width: int) -> Value:
-    """Causal convolution of the gathered segments: saves its input and the last inputs of each segment."""
+def _convolution(
+    tape: Tape, segments: Segments, heads: Heads, projected: Value, kernel_width: int
+) -> tuple[Value, Value]:
+    """Causal convolution of the gathered segments: (its input, output); saves its input and each segment's last."""
     shape = (segments.rows, heads.convolved)
     gathered = tape.value("conv_input", shape)
     tape.op("gather_segments", [projected], [gathered])
     out = tape.value("convolved", shape)
     state = tape.value("conv_state", (segments.count, heads.convolved, kernel_width - 1), grad=False)
     tape.op("causal_conv1d", [gathered], [out, state], saves=[gathered, state])
-    return out
+    return gathered, out
 
 
 def _recurrence(tape: Tape, segments: Segments, heads: Heads, convolved: Value, gates: list[Value]) -> Value:

@@ -30,8 +30,11 @@ def rotary(tape: Tape, sizes: Sizes, x: Value, width: int, *, interleaved: bool 
     """Rotated copy of `x` (tokens, heads, head width), its first `width` elements turned, the others passed on.
 
     Eager, it saves cosine and sine (sequence, width) in the compute dtype (`_apply_rotary_pos_emb_bshd`).
+    Compiled it is one kernel that makes them again from the table.
     `interleaved` is latent attention's order of the pairs, undone in a copy first (`mla_rotary_interleaved`).
     """
+    if sizes.compiled:
+        return fused_rotary(tape, x)
     tokens, heads, head_width = x.shape
     turned, passed = (tokens, heads, width), (tokens, heads, head_width - width)
     to_turn, to_pass = tape.view(x, "to_turn", turned), tape.view(x, "to_pass", passed)
@@ -48,7 +51,7 @@ def rotary(tape: Tape, sizes: Sizes, x: Value, width: int, *, interleaved: bool 
         "rotate",
         [to_turn, cosine, sine],
         [rotated],
-        saves=[] if sizes.compiled else [cosine, sine],
+        saves=[cosine, sine],
         temporaries=[product, half, swapped, Free(half.name), product, Free(swapped.name)],
         # The other product is added to the gradient.
         backward_temporaries=[product, half, GRADIENTS, Free(product.name), Free(half.name), product],
