@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, PrivateAttr, ValidationError
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, model_validator
 
-from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.drivers.contract import Failure, Measurement, PhasePeak, RankRecord
 from labkit.errors import InputError, nearest
 from labkit.workload import Recompute, Workload
 from labkit.workload.base import Part
@@ -22,12 +22,24 @@ _Figure = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class PublishedCell(Part):
-    """The figures of one recompute choice."""
+    """The outcome of one recompute choice."""
 
     recompute: Recompute
-    peak_gb: _Figure
+    outcome: Literal["ok", "oom"] = "ok"
+    failed_at: str = ""
+    """Where a run that was out of memory ended, in the publisher's words."""
+    peak_gb: _Figure | None = None
+    """Of a run that passed."""
+    peak_first_step_gb: _Figure | None = None
+    """After the first step."""
     step_time_ms: _Figure | None = None
     tflops_per_gpu: _Figure | None = None
+
+    @model_validator(mode="after")
+    def _says_what_came_of_it(self) -> Self:
+        if (self.outcome == "ok") == (self.peak_gb is None) or (self.outcome == "oom") != bool(self.failed_at):
+            raise ValueError("a run that passed has peak_gb, one that was out of memory has failed_at instead")
+        return self
 
 
 class Published(Part):
@@ -94,6 +106,12 @@ class Published(Part):
             return None
         for cell in self.cells:
             if cell.recompute.label == workload.recompute.label:
+                source = f"{self.source}; peak: {self.peak_means}; step time: {self.step_time_means}"
+                if cell.peak_gb is None:
+                    failure = Failure(phase="a step", message=f"CUDA out of memory: {cell.failed_at}")
+                    return Measurement(
+                        driver="published", workload=workload, outcome=cell.outcome, failure=failure, source=source
+                    )
                 # `max_memory_allocated` covers every phase up to its reading: the phase names the reading.
                 reading = PhasePeak(
                     iteration=self.peak_iteration,
@@ -107,7 +125,7 @@ class Published(Part):
                     ranks=(RankRecord(rank=0, phases=(reading,)),),
                     step_time_ms=cell.step_time_ms,
                     tflops_per_gpu=cell.tflops_per_gpu,
-                    source=f"{self.source}; peak: {self.peak_means}; step time: {self.step_time_means}",
+                    source=source,
                 )
         return None
 
