@@ -5,7 +5,6 @@ baseline, the raw estimate and the estimate with its margin row, the rule of thu
 estimator. Nothing here knows a case: a cell becomes a workload by its columns alone.
 """
 
-import argparse
 import json
 import signal
 import statistics
@@ -19,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.h200_cells import CHOSEN_FROM, PHASES, WARM, Cell, read
-from labkit.console import Terminal, printable
+from benchmarks.running import Parser
+from labkit.console import Terminal
 from labkit.errors import LabkitError
 from labkit.ledger import Ledger
 from labkit.memory.estimate import estimate
@@ -228,17 +228,16 @@ def _percent(value: float | None, shape: str) -> str:
     return "" if value is None else format(value, shape)
 
 
-def main() -> int:
-    """Prints every cell's errors and those of each group; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Hold the estimate against peaks measured on H200.")
+def main() -> None:
+    """Prints every cell's errors and those of each group."""
+    parser = Parser(description="Hold the estimate against peaks measured on H200.")
     parser.add_argument("--cells", type=Path, default=DEFAULT_CELLS, help="CSV of measured cells")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     try:
         compared_cells = [each for cell in read(options.cells, DEFAULT_CELLS) for each in compared(cell)]
     except LabkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     found = [each for each in compared_cells if each.phase in PHASES]
     repeats = [each for each in compared_cells if each.phase in WARM]
     groups = summary(found, repeats)
@@ -247,9 +246,8 @@ def main() -> int:
         print(json.dumps(shown | {"summary": groups}, indent=2))
     else:
         show((*found, *repeats), groups, Terminal(width=None if sys.stdout.isatty() else 200, markup=False))
-    return 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
-    sys.exit(main())
+    main()

@@ -6,7 +6,6 @@ step and for what is alive between steps, or why it did not run; then a summary 
 fitted.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.megatron_ci import Job, Row, read_rows, relative, traced
-from benchmarks.running import traced_each
+from benchmarks.running import Parser, at_least_one, traced_each
+from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
@@ -158,27 +158,28 @@ def show(jobs: Sequence[Job], console: Console) -> None:
 
 def main() -> None:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(description="Trace Megatron-LM's functional-test jobs and compare.")
+    parser = Parser(description="Trace Megatron-LM's functional-test jobs and compare.")
     parser.add_argument("--cases", type=Path, default=DEFAULT_CASES, metavar="FILE.jsonl")
-    parser.add_argument("--limit", type=int, help="only the first so many")
+    parser.add_argument("--limit", type=at_least_one, help="only the first so many")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds the text")
     parser.add_argument("--group", action="append", default=[], choices=["current", "older", "resumed"])
-    parser.add_argument("--workers", type=int, default=2, help="traces at once (2)")
+    parser.add_argument("--workers", type=at_least_one, default=2, help="traces at once (2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     began = time.monotonic()
     try:
-        rows = [
-            row
-            for row in read_rows(options.cases)
-            if (not options.only or any(text in row.case for text in options.only))
-            and (not options.group or row.group in options.group)
-        ][: options.limit]
+        rows = list(read_rows(options.cases))
     except InputError as error:
         parser.error(str(error))
-    if not rows:
-        parser.error("no job has that name")
-    jobs = run(rows, max(1, options.workers), Console(stderr=True))
+    chosen = [
+        row
+        for row in rows
+        if (not options.only or any(text in row.case for text in options.only))
+        and (not options.group or row.group in options.group)
+    ]
+    if not chosen:
+        parser.error("no job has that name and group" if rows else f"{options.cases}: there is no job in it")
+    jobs = run(chosen[: options.limit], options.workers, Terminal(stderr=True))
     if options.json:
         print(
             json.dumps(
@@ -187,7 +188,7 @@ def main() -> None:
             )
         )
     else:
-        show(jobs, Console(width=None if sys.stdout.isatty() else 160))
+        show(jobs, Terminal(width=None if sys.stdout.isatty() else 160, markup=False))
         print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -10,16 +10,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError, LabkitError
+from labkit.files import read_regular
 from labkit.importers.megatron import Imported, MegatronReader, import_text
+from labkit.workload.base import Part
+from labkit.workload.files import text_of
+from labkit.workload.workload import first_problem
 
+type Bytes = Annotated[int, Field(gt=0, lt=2**50)]
 type Status = Literal["traced", "unsupported", "failed"]
 
 DEFAULT_GPUS = 8
@@ -33,9 +38,10 @@ MEGATRON_OF_SHARDED = "0.18.0rc0"
 """What the jobs with Megatron-FSDP ran, between 0.17 and 0.18: their bytes say so (`docs/megatron_ci.md`)."""
 CURRENT = "2026-07"
 """Golden values of this month and later come from a Megatron close to 0.19."""
+_MAXIMUM_BYTES = 16 * 2**20
 
 
-class Row(BaseModel):
+class Row(Part):
     """One job, as far as it is read here."""
 
     model_config = ConfigDict(extra="ignore")
@@ -45,10 +51,10 @@ class Row(BaseModel):
     gpu: str
     golden_date: str
     environment: str
-    n_gpus: PositiveInt | None = None
-    peak_allocated_bytes: PositiveInt
-    peak_first_step_bytes: PositiveInt | None = None
-    allocated_bytes: PositiveInt | None = None
+    n_gpus: Annotated[int, Field(gt=0, le=2**20)] | None = None
+    peak_allocated_bytes: Bytes
+    peak_first_step_bytes: Bytes | None = None
+    allocated_bytes: Bytes | None = None
     megatron_args: dict[str, Any]
     text: str
     """The row itself: what the importer reads."""
@@ -80,17 +86,15 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         InputError: the file cannot be read, or a line is no job.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
+    text = text_of(lambda: read_regular(path, _MAXIMUM_BYTES), str(path), encoding="utf-8-sig")
+    # Not `splitlines`: JSON may have other line ends within a text.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             yield Row.model_validate({**json.loads(line), "text": line})
-        except (ValueError, TypeError, ValidationError) as error:
-            what = error.errors()[0] if isinstance(error, ValidationError) else error
+        except (ValueError, TypeError, RecursionError) as error:
+            what = first_problem(Row, error) if isinstance(error, ValidationError) else error
             raise InputError(f"{path}, line {number}: no job of Megatron-LM's tests ({what})") from None
 
 

@@ -1,11 +1,31 @@
-"""Running a benchmark's cases side by side."""
+"""What benchmarks share: their command lines, and running cases side by side."""
 
+import argparse
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from labkit.console import printable
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the sentence on stderr, and exit code 2."""
+        self.exit(2, f"error: {printable(' '.join(message.split()))}\n")
+
+
+def at_least_one(text: str) -> int:
+    """A number of things on the command line."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"should be a whole number from 1 on, not {text[:80]!r}")
+    return int(text)
 
 
 def traced_each[Case, Result](

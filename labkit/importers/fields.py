@@ -8,11 +8,14 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from labkit.errors import InputError
 from labkit.importers.silent import decides_no_memory, is_conditional
 from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import FIELD_OF_VARIABLE, READ_FROM_ENVIRONMENT
+from labkit.workload.workload import first_problem
 
 _GPT2_VOCABULARY = 50257
 _LLAMA2_VOCABULARY = 32000
@@ -390,8 +393,11 @@ class _Mapping:
             if environment.get(name):
                 try:
                     return AllocatorSettings.read(environment[name]).model_dump(exclude_unset=True)
-                except (ValueError, KeyError):
-                    self.lost.append(f"{name}={environment[name][:80]}: PyTorch takes none like it; taken as unset")
+                except ValueError as error:
+                    reason = (
+                        first_problem(AllocatorSettings, error) if isinstance(error, ValidationError) else str(error)
+                    )
+                    self.lost.append(f"{name}={environment[name][:80]}: {reason}; taken as unset")
                 break
         return {}
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from labkit.workload.base import Part
 from labkit.workload.finding import Finding
@@ -18,10 +19,20 @@ _UNIT = 512
 _INTERVALS = 16
 """`kRoundUpPowerOfTwoIntervals`: requests up to 2 MiB, up to 4 MiB, ... and from 32 GiB on."""
 
-_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]*)\s*(?:,|$)")
+_BLANK = re.compile(r"[ \t\n\v\f\r]")
+_TOKEN = re.compile(r"[,:\[\]]|[^,:\[\]]+")
+_INTEGER = re.compile(r"\+?[0-9]{1,19}")
+_DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
+_LIST = re.compile(r"\[(([0-9]{1,8}|>):[0-9]{1,8}(,(?!\])|,?(?=\])))*\]")
 _OF_NO_SIZE = ("pinned_", "release_lock_on_", "graph_capture_record_stream_reuse", "throw_on_")
 
 _Megabytes = Annotated[int, Field(gt=0, lt=2**24)]
+
+
+def _number_or_list(value: object) -> object:
+    if value is None or type(value) is int or (isinstance(value, str) and _LIST.fullmatch(value)):
+        return value
+    raise PydanticCustomError("divisions", "should be a power of two, or a text such as '[256:2,512:4,>:8]'")
 
 
 class AllocatorSettings(Part):
@@ -34,7 +45,7 @@ class AllocatorSettings(Part):
     """Blocks from this size on are not split; None: all may be."""
     max_non_split_rounding_mb: _Megabytes = 20
     """How much larger than a request such a block may be."""
-    roundup_power2_divisions: int | Annotated[str, Field(pattern=r"^\[(([0-9]{1,8}|>):[0-9]{1,8},?)+\]$")] | None = None
+    roundup_power2_divisions: Annotated[int | str | None, BeforeValidator(_number_or_list)] = None
     """Into how many steps the sizes from a power of two to the next are divided: a power of two, or PyTorch's list
     for sizes from so many MiB on, `[256:2,512:4,>:8]`; None: requests are rounded to 512 bytes."""
     garbage_collection_threshold: float | None = Field(default=None, gt=0, lt=1)
@@ -50,20 +61,20 @@ class AllocatorSettings(Part):
         'expandable_segments:True,roundup_power2_divisions:[256:2,>:8]'
 
         Raises:
-            ValueError: the text is none that PyTorch takes, or asks for another allocator.
+            ValueError: the text is none that PyTorch takes, or asks for another allocator, in one sentence.
         """
         stated: dict[str, object] = {}
-        for name, value in _SETTING.findall(text):
+        for name, value in _settings(text):
             if name in ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb"):
-                stated[name] = int(value)
+                stated[name] = int(_leading(_INTEGER, name, value))
             elif name == "roundup_power2_divisions":
-                stated[name] = value if value.startswith("[") else int(value)
+                stated[name] = value if value.startswith("[") else int(_leading(_INTEGER, name, value))
             elif name in ("garbage_collection_threshold", "per_process_memory_fraction"):
-                stated[name] = float(value)
-            elif name == "expandable_segments":
-                stated[name] = {"True": True, "False": False}[value]
+                stated[name] = float(_leading(_DECIMAL, name, value))
+            elif name == "expandable_segments" and value in ("True", "False"):
+                stated[name] = value == "True"
             elif (name, value) != ("backend", "native") and not name.startswith(_OF_NO_SIZE):
-                raise ValueError(f"{name}:{value}")
+                raise ValueError(f"PyTorch has no setting {name[:80]}:{value[:80]}")
         return cls.model_validate(stated)
 
     def rounded(self, nbytes: int) -> int:
@@ -84,6 +95,33 @@ class AllocatorSettings(Part):
     def _divisions(self, nbytes: int) -> int:
         table = _divisions(self.roundup_power2_divisions)
         return table[min(max(nbytes.bit_length() - 1 - 20, 0), _INTERVALS - 1)]
+
+
+def _settings(text: str) -> Iterator[tuple[str, str]]:
+    """Names and values as PyTorch finds them: it passes over what stands where a colon or a comma should be.
+
+    `ConfigTokenizer` and `AcceleratorAllocatorConfig::parseArgs` (`c10/core/AllocatorConfig.h`).
+    """
+    tokens = _TOKEN.findall(_BLANK.sub("", text))
+    at = 0
+    while at < len(tokens):
+        name, start = tokens[at], at + 2
+        try:
+            end = tokens.index("]", start) if tokens[start] == "[" else start
+        except (IndexError, ValueError):
+            raise ValueError(
+                f"no value follows {name[:80]}; settings are name:value, with commas between them"
+            ) from None
+        yield name, "".join(tokens[start : end + 1])
+        at = end + 2
+
+
+def _leading(number: re.Pattern[str], name: str, value: str) -> str:
+    """The number that a value begins with, which is as far as `stoull` and `stod` read."""
+    found = number.match(value)
+    if found is None:
+        raise ValueError(f"{name}:{value[:80]} is no number")
+    return found.group()
 
 
 DEFAULT = AllocatorSettings()
@@ -109,7 +147,7 @@ def _divisions(stated: int | str | None) -> tuple[int, ...]:
 
 def _entries(stated: str) -> Iterator[tuple[int | None, int]]:
     """(MiB from which on, or None for `>`; divisions)."""
-    for entry in stated.strip("[]").split(","):
+    for entry in filter(None, stated.strip("[]").split(",")):
         start, _, divisions = entry.partition(":")
         yield (None if start == ">" else int(start)), int(divisions)
 

@@ -1,18 +1,23 @@
 """Jobs of Megatron-LM's tests: a file's rows are checked, and traced ones come out as NVIDIA measured them."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from benchmarks.accuracy_megatron_ci import DEFAULT_CASES, summary
+from benchmarks.accuracy_megatron_ci import DEFAULT_CASES, show, summary
 from benchmarks.megatron_ci import Job, Row, read_rows, traced
+from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
 
+FIRST = json.loads(DEFAULT_CASES.read_text(encoding="utf-8").partition("\n")[0])
 ROWS = {row.case: row for row in read_rows(DEFAULT_CASES)}
 
 
@@ -69,15 +74,61 @@ def test_another_program_is_refused_with_its_reason(
     [
         ("{", "line 2: no job of Megatron-LM's tests"),
         ("[]", "line 2: no job of Megatron-LM's tests"),
-        (json.dumps({"case": "x"}), "line 2: no job of Megatron-LM's tests"),
+        (json.dumps({"case": "x"}), "line 2: no job of Megatron-LM's tests .'family' is missing"),
+        ("[" * 100_000, "line 2: no job of Megatron-LM's tests"),
+        (
+            json.dumps(FIRST | {"peak_allocated_bytes": 10**400}),
+            "line 2: no job of Megatron-LM's tests .peak_allocated_bytes: input should be less than",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    first = DEFAULT_CASES.read_text(encoding="utf-8").splitlines()[0]
     path = tmp_path / "jobs.jsonl"
-    path.write_text(f"{first}\n{line}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps(FIRST)}\n{line}\n", encoding="utf-8")
     with pytest.raises(InputError, match=said):
         list(read_rows(path))
+
+
+def test_a_mark_at_the_beginning_and_other_line_ends_within_a_text_mean_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps(FIRST | {"case": "a\u2028b"}, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
+    assert [row.case for row in read_rows(path)] == ["a\u2028b"]
+
+
+def test_a_pipe_or_a_device_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(InputError, match="no regular file"):
+            list(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cases", "empty.jsonl"], "error: empty.jsonl: there is no job in it"),
+        (["--only", "nothing"], "error: no job has that name and group"),
+        (["--limit", "-1"], "error: argument --limit: should be a whole number from 1 on, not '-1'"),
+        (["--cases", "\x1b[31m"], "error: \\x1b[31m: cannot be read (No such file or directory)"),
+    ],
+)
+def test_errors_of_the_command_are_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "empty.jsonl").touch()
+    ended = subprocess.run(
+        [sys.executable, root / "benchmarks/accuracy_megatron_ci.py", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"{said}\n")
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job("\x1b[31m", "gpt", "H100", "\x07", "current", "failed", 1000, reason="\x1b[2J")
+    show([job], Terminal(width=160, markup=False))
+    assert not {"\x1b", "\x07"} & {*capsys.readouterr().out}
 
 
 def test_a_machine_has_eight_gpus_unless_layout_and_batch_need_others() -> None:
