@@ -31,6 +31,9 @@ DEFAULT_GPUS = 8
 TORCH = "2.11.0"
 """The rows do not say. It decides one thing: of nine jobs on GB200 that leave cuBLAS's workspaces to PyTorch five hold
 what 2.11 and older take, four what 2.12 and later do (`docs/megatron_ci.md`)."""
+TRANSFORMER_ENGINE = "2.18.0"
+"""What was out when the golden values of August 2026 were made. It decides one thing: the first step of
+`..._fine_grained_offloading` peaks where softmax's gradient has memory from 2.19 on, and measured it has none."""
 _SHARDED = "use-megatron-fsdp"
 _RECIPES_OF_SHARDED = {"load": "checkpoints", "log-params-norm": True}
 """What Megatron-LM's recipes have and the rows leave out (paths and logging): it matters to Megatron-FSDP."""
@@ -154,7 +157,11 @@ def imported(row: Row, reader: MegatronReader) -> Imported:
     found = import_text(
         _with_recipe(row.text) if sharded else row.text, reader, source="the job", name="job", world_size=row.world_size
     )
-    versions = {"torch": TORCH, **({"megatron_core": MEGATRON_OF_SHARDED} if sharded else {})}
+    versions = {
+        "torch": TORCH,
+        "transformer_engine": TRANSFORMER_ENGINE,
+        **({"megatron_core": MEGATRON_OF_SHARDED} if sharded else {}),
+    }
     software = found.workload.training.software.model_copy(update=versions)
     training = found.workload.training.model_copy(update={"software": software})
     return found._replace(workload=found.workload.model_copy(update={"training": training}))

@@ -77,6 +77,15 @@ def takes_workspace_when_built(software: "Software") -> bool:
     return version_tuple(software.transformer_engine) >= (2, 15)
 
 
+def softmax_gradient_in_place(software: "Software") -> bool:
+    """Whether Transformer Engine's softmax kernels write their gradient over the incoming one.
+
+    Read in `csrc/extensions/softmax.cpp` of the sources of 2.17.1, 2.18.0, 2.19.0 and 2.20.2: up to 2.18 ("Produce
+    gradients in place"); from 2.19 into a tensor of its own, as `torch.library.custom_op` asks.
+    """
+    return version_tuple(software.transformer_engine) < (2, 19)
+
+
 def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:
     """Whether PyTorch's workspace of a cuBLAS handle is 32 MiB where the environment does not say.
 

@@ -20,6 +20,7 @@ from labkit.workload.behaviour import (
     gathers_ahead_of_every_forward,
     releases_gathered_parameters,
     shards_gradients_in_fp32,
+    softmax_gradient_in_place,
     takes_workspace_when_built,
 )
 
@@ -196,12 +197,26 @@ def _sharded_as_stated(software: Software) -> Iterator[Replacement]:
         yield Replacement(MegatronFSDP, "forward", from_idle, NOTHING)
 
 
+def _softmax_in_place() -> Iterator[Replacement]:
+    """Backward of Transformer Engine's softmax kernels before 2.19."""
+    importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.softmax")
+
+    def backward(gradient: torch.Tensor, probabilities: torch.Tensor, _scale: float) -> torch.Tensor:
+        launched(0, gradient, probabilities, gradient)
+        return gradient
+
+    for kernel in ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax"):
+        yield Replacement(torch.ops.te_softmax, f"{kernel}_bwd", backward, "nothing: it overwrites the gradient")
+
+
 def stated_versions(software: Software) -> Iterator[Replacement]:
     """The habits of the stated versions where the installed ones have others (`labkit.workload.behaviour`)."""
     yield from _sharded_as_stated(software)
     if not takes_workspace_when_built(software):
         linear = importlib.import_module("transformer_engine.pytorch.module.linear")
         yield Replacement(linear, "get_cublas_workspace", lambda *args: None, "nothing: the first GEMM takes it")
+    if softmax_gradient_in_place(software):
+        yield from _softmax_in_place()
     gradient = cross_entropy_gradient(software)
     if gradient == cross_entropy_gradient(Software(transformer_engine=version("transformer-engine"))):
         return

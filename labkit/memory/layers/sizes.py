@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from labkit.workload import Lora, Workload
+from labkit.workload.behaviour import softmax_gradient_in_place
 from labkit.workload.kernels import LengthChoices, length_choices
 
 
@@ -30,6 +31,8 @@ class Sizes:
     """Some of attention's probabilities are dropped."""
     masked: bool
     """The batch brings a mask for each of its sequences."""
+    softmax_in_place: bool
+    """Transformer Engine's softmax kernel writes its gradient over the incoming one."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
     head: bool = True
@@ -83,5 +86,6 @@ class Sizes:
             choices=length_choices(workload),
             attention_dropout=workload.model.attention_dropout > 0,
             masked=batch.create_attention_mask_in_dataloader,
+            softmax_in_place=softmax_gradient_in_place(workload.training.software),
             lora=workload.training.lora,
         )

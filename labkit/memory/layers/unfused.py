@@ -80,7 +80,13 @@ def _softmax(tape: Tape, sizes: Sizes, scores: Value, mask: Value) -> Value:
     """Masked softmax of the scores, in one kernel where the lengths allow; else PyTorch's, in fp32."""
     probabilities = tape.value("probabilities", scores.shape)
     if sizes.choices.softmax_kernel:
-        tape.op("scaled_masked_softmax", [scores], [probabilities], saves=[probabilities])
+        tape.op(
+            "scaled_masked_softmax",
+            [scores],
+            [probabilities],
+            saves=[probabilities],
+            aliases=sizes.softmax_in_place,
+        )
         return probabilities
     either = tape.value("mask", mask.shape, "bool", grad=False)
     tape.op("logical_or", [mask], [either])

@@ -67,6 +67,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "unfused": UNFUSED,
     "unfused, core_attn": UNFUSED | {"labels": ["core_attn"]},
+    "unfused, before 2.19, core_attn": UNFUSED
+    | {"training.software.transformer_engine": "2.18.0", "labels": ["core_attn"]},
     "unfused, one rank, core_attn": UNFUSED | ONE_RANK | {"labels": ["core_attn"]},
     "unfused, many heads, full uniform 1": UNFUSED | {"model.num_query_groups": None, "full": ("uniform", 1)},
     "unfused, a length no kernel takes": UNFUSED | TENSOR_ALONE | {"batch.seq_length": 4100, "labels": ["core_attn"]},
