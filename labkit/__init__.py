@@ -7,9 +7,8 @@
 >>> study = labkit.Study.load("data/studies/moonlight-16b.yaml")  # doctest: +SKIP
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False
+"""As `typing` has it, which is not imported here: `__main__` answers Ctrl-C only once this module is there."""
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import trace
     from labkit.memory.estimate import estimate
@@ -29,6 +28,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name on first use, so that `import labkit` costs nothing (PEP 562)."""
+    from importlib import import_module
+
     if name not in _HOMES:
         raise AttributeError(f"module 'labkit' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -397,6 +399,21 @@ def test_an_interrupt_while_labkit_is_still_imported_is_one_sentence() -> None:
     assert process(sys.executable, "-c", script) == (130, "", "labkit: interrupted\n")
 
 
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_trace_that_is_ended_leaves_no_folder(tmp_path: Path, ending: signal.Signals) -> None:
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
+    environment = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    command = (*LABKIT, "trace", str(tmp_path / "w.yaml"))
+    tracing = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    began = time.monotonic()
+    while not list(tmp_path.glob("labkit-trace-*")) and time.monotonic() - began < 60:
+        time.sleep(0.05)
+    tracing.send_signal(ending)
+    _, said = tracing.communicate(timeout=60)
+    assert (tracing.returncode, said) == (130, "labkit: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.yaml"]
+
+
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         result = process(*LABKIT, "version", stdout=full.fileno())
@@ -432,7 +449,7 @@ def test_bug_is_one_sentence_and_a_traceback_on_request(debug: str) -> None:
 
 def test_package_is_cheap_to_import_and_names_its_public_parts() -> None:
     script = (
-        "import sys, labkit\nassert 'pydantic' not in sys.modules\n"
+        "import sys\nbefore = {*sys.modules}\nimport labkit\nassert {*sys.modules} - before == {'labkit'}\n"
         "assert {'Workload', 'estimate', 'trace', 'Study'} <= set(dir(labkit))\n"
         "labkit.Workload, labkit.estimate, labkit.trace, labkit.Study\nassert 'torch' not in sys.modules\n"
         "try:\n    labkit.estimat\nexcept AttributeError as error:\n    print(error)"
