@@ -21,7 +21,8 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 
 # One file's tests stay in one process: they share what their fixtures built.
 test: env  ## Run all tests but most of the grid (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid" --durations 25 \
+	    $(PYTEST_ARGS)
 
 grid: env  ## Hold the estimate against the trace on every workload of the grid
 	@$(BIN)/python benchmarks/estimate_vs_trace.py $(GRID_ARGS)
