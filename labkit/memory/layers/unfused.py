@@ -23,12 +23,13 @@ def unfused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int
         if key.shape[1] != heads:
             key, value = _repeated(tape, sizes, key, heads), _repeated(tape, sizes, value, heads)
         scores = tape.value("scores", (sizes.batch, heads, sizes.sequence, sizes.sequence))
+        empty = tape.value("matmul_result", scores.shape, grad=False)
+        tape.op("empty", [], [empty])
         tape.op(
             "baddbmm",
-            [query, key],
+            [empty, query, key],
             [scores],
             saves=[query, key],
-            temporaries=[tape.buffer("matmul_result", scores.shape)],
             # Each gradient is scaled into a copy.
             backward_temporaries=[tape.buffer("unscaled_gradient", query.shape)],
             library="aten_matmul",
