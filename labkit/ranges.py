@@ -1,10 +1,10 @@
 """What a result rests on that its workload does not state: each such field gives the peak a range."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from labkit.summary import Case, PeakRange, Range, Summary
-from labkit.workload import Workload
+from labkit.workload import Routing, Workload
 from labkit.workload.unstated import open_fields
 
 type Peaks = Callable[[Sequence[Mapping[str, Any]]], Sequence[int | None]]
@@ -29,36 +29,65 @@ class Open(NamedTuple):
 
 
 def left_open(workload: Workload) -> Iterator[Open]:
-    """The fields that the workload does not state, with their plausible values."""
+    """What the workload does not state, with the plausible values of each."""
     for each in open_fields(workload):
         others = (Choice(*alternative) for alternative in each.alternatives)
         yield Open(each.field, each.cause, (Choice(each.assumed, {}), *others))
+    if workload.routing is None and any(layer.mlp == "moe" for layer in workload.model.kinds):
+        yield Open(
+            "routing",
+            "the router decides how many rows reach this rank's experts",
+            (
+                Choice("balanced", {}),
+                Choice("allowance", {"routing": Routing(kind="allowance")}),
+                Choice("worst", {"routing": Routing(kind="worst")}, plausible=False),
+            ),
+        )
 
 
-def ranged(summary: Summary, fields: Iterable[Open], singly: Peaks, together: Peaks) -> Summary:
-    """The summary with a range for each of the fields that moves its peak, and one for all of them together.
+def ranged(summary: Summary, peaks: Peaks, exact: Peaks | None = None) -> Summary:
+    """The summary with a range for each open field that moves its peak, and one for all of them together.
 
-    `singly` gives the peak with one field changed, `together` with all of them at their lowest or highest.
+    The ends of the latter are looked for from the field that moves the peak most to the one that moves it least: a
+    value is taken where it moves the peak further, as one may undo what another does.
+
+    Args:
+        summary: of the workload as it is.
+        peaks: gives the peaks with fields changed.
+        exact: gives those of the two ends more exactly.
     """
-    listed = tuple(fields)
-    others = iter(singly([choice.fields for each in listed for choice in each.choices[1:]]))
-    ranges, low, high = [], dict[str, Any](), dict[str, Any]()
-    peaks: list[int | None] = [summary.peak_allocated_bytes]
-    for each in listed:
+    opened, base = tuple(left_open(summary.workload)), summary.peak_allocated_bytes
+    others = iter(peaks([choice.fields for each in opened for choice in each.choices[1:]]))
+    ranges, moved = [], list[tuple[int, Mapping[str, Any]]]()
+    for each in opened:
         alternatives = [(next(others), choice) for choice in each.choices[1:]]
-        ran = [(peak, choice) for peak, choice in alternatives if peak is not None]
-        cases = [(summary.peak_allocated_bytes, each.choices[0]), *ran]
-        if len({peak for peak, _ in cases}) == 1:
+        cases = [(peak, choice) for peak, choice in alternatives if peak is not None]
+        if {peak for peak, _ in cases} <= {base}:
             continue  # it decides nothing here
         found = [Case(value=choice.value, peak_allocated_bytes=peak) for peak, choice in cases]
-        ranges.append(Range.over(each.field, each.cause, found))
-        plausible = [(peak, choice.fields) for peak, choice in cases if choice.plausible]
-        peaks += [peak for peak, _ in plausible]
-        low |= min(plausible, key=lambda case: case[0])[1]
-        high |= max(plausible, key=lambda case: case[0])[1]
+        assumed = Case(value=each.choices[0].value, peak_allocated_bytes=base)
+        ranges.append(Range.over(each.field, each.cause, [assumed, *found]))
+        moved += [(peak, choice.fields) for peak, choice in cases if choice.plausible]
     if not ranges:
         return summary
-    peaks += together([fields for fields in (low, high) if fields])
-    known = [peak for peak in peaks if peak is not None]
-    span = PeakRange(low_bytes=min(known), high_bytes=max(known), causes=tuple(each.field for each in ranges))
+    lowest = sorted((case for case in moved if case[0] < base), key=lambda case: case[0])
+    highest = sorted((case for case in moved if case[0] > base), key=lambda case: -case[0])
+    low, high = _furthest(base, lowest, peaks, -1), _furthest(base, highest, peaks, 1)
+    ends = [base, low[0], high[0], *(peak for peak, _ in moved)]
+    if exact is not None:
+        ends += [peak for peak in exact([fields for _, fields in (low, high) if fields]) if peak is not None]
+    span = PeakRange(low_bytes=min(ends), high_bytes=max(ends), causes=tuple(each.field for each in ranges))
     return summary.model_copy(update={"ranges": tuple(ranges), "peak_range": span})
+
+
+def _furthest(
+    base: int, cases: Sequence[tuple[int, Mapping[str, Any]]], peaks: Peaks, sign: int
+) -> tuple[int, Mapping[str, Any]]:
+    """The peak that is furthest in a direction, and the fields that make it; `cases` with the furthest first."""
+    at, chosen = base, dict[str, Any]()
+    for alone, fields in cases:
+        both = {**fields, **chosen}
+        (peak,) = peaks([both]) if chosen else (alone,)
+        if peak is not None and sign * peak > sign * at:
+            at, chosen = peak, both
+    return at, chosen

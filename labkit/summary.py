@@ -35,6 +35,8 @@ CATEGORIES = (
 """What holds memory, in stacking order. `allocator remainders` are blocks larger than the tensor they hold; `above the
 estimate` is what a measured peak has more (`labkit.memory.profiles`)."""
 
+_NEARLY_FULL = 0.95
+"""Of the GPU's memory: from here on the verdict says what else needs some."""
 PROFILE = "profile"
 """Kind of the row that raises an estimate to a measured peak; its tensor says who measured it."""
 
@@ -337,9 +339,12 @@ class Summary(Part):
             if self.margin_bytes
             else ""
         )
+        full = max(covered, reserved or 0) >= _NEARLY_FULL * self.gpu_memory_bytes
+        besides = " CUDA's context and NCCL's buffers come on top." if self.fits and full else ""
         return (
             f"Peak {self.peak_allocated_bytes / GIB:.3f} GiB ({self.certainty}) in {self.peak_phase} of iteration "
-            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB).{margin}{tight}"
+            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB)."
+            f"{margin}{tight}{besides}"
         )
 
     @property
@@ -432,6 +437,11 @@ class Result:
     def work(self) -> tuple[WorkRow, ...]:
         """What the steady step does, module by module; empty where nobody counted."""
         return ()
+
+    @property
+    def works(self) -> tuple[tuple[WorkRow, ...], ...]:
+        """The same of every rank that was followed."""
+        return (self.work,)
 
     def margin_bytes(self, peaks: Sequence[Peak]) -> int:  # noqa: ARG002
         """What is set aside above the largest of the phase peaks: nothing where it was seen."""

@@ -1,14 +1,12 @@
 """An estimate's peak with each value of what its workload leaves open."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.memory.estimate import Estimate, estimate, fullest_stage
 from labkit.memory.outline import outline
-from labkit.ranges import Choice, Open, left_open
 from labkit.ranges import ranged as with_ranges
 from labkit.summary import Summary
-from labkit.workload import Routing, Workload
 from labkit.workload.unstated import with_fields
 
 
@@ -23,25 +21,12 @@ def ranged(result: Estimate) -> Summary:
     stage = None if result.stage == fullest_stage(workload) else result.stage
     base = result.peak_allocated_bytes - outline(workload, result.stage).peak_bytes
 
-    def singly(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
         changed = (with_fields(workload, fields) for fields in changes)
         return [None if each is None else base + outline(each, result.stage).peak_bytes for each in changed]
 
-    def together(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    def exact(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
         changed = (with_fields(workload, fields) for fields in changes)
         return [None if each is None else estimate(each, stage).ledger.peak().bytes for each in changed]
 
-    return with_ranges(result.summary, (*left_open(workload), *_routing(workload)), singly, together)
-
-
-def _routing(workload: Workload) -> Iterator[Open]:
-    if workload.routing is None and any(layer.mlp == "moe" for layer in workload.model.kinds):
-        yield Open(
-            "routing",
-            "the router decides how many rows reach this rank's experts",
-            (
-                Choice("balanced", {}),
-                Choice("allowance", {"routing": Routing(kind="allowance")}),
-                Choice("worst", {"routing": Routing(kind="worst")}, plausible=False),
-            ),
-        )
+    return with_ranges(result.summary, peaks, exact)

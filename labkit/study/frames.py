@@ -45,9 +45,10 @@ CELLS = {
     "error_vs_published": pl.Float64,
 }
 """`replay_...`: what backward runs again each step; a trace has counted it (`labkit.work`), an estimate adds it up.
-`step_seconds`: of all that the step does, a lower bound like `replay_seconds`. `differs_in`: fields outside the
-recompute choice in which a candidate differs from the control, so that it is not matched; null if none. `warnings`: why
-some of its choices do nothing. `saved_bytes`: the control's peak less its own, both of one source.
+`step_seconds`: of all that the step does, a lower bound like `replay_seconds`; of a trace both are those of the slowest
+pipeline stage. `differs_in`: fields outside the recompute choice in which a candidate differs from the control, so that
+it is not matched; null if none. `warnings`: why some of its choices do nothing. `saved_bytes`: the control's peak less
+its own, both of one source.
 `error_vs_published`: (own peak - published peak) / published peak."""
 
 BREAKDOWN = {"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64}
@@ -141,7 +142,9 @@ def _replay(result: "CandidateResult") -> dict[str, Any]:
     }
 
 
-def _worked(rows: Sequence[WorkRow]) -> dict[str, Any]:
+def _worked(works: Sequence[Sequence[WorkRow]]) -> dict[str, Any]:
+    """Of the pipeline stage whose step takes longest: the others wait for it."""
+    rows = max(works, key=lambda rows: total(rows).seconds)
     if not rows:
         return {}
     again = replay(rows)
@@ -156,7 +159,7 @@ def _worked(rows: Sequence[WorkRow]) -> dict[str, Any]:
 
 def _traced(result: "CandidateResult") -> dict[str, Any]:
     if result.traced is not None:
-        return {"outcome": "ok", **_held(result.traced), **_worked(result.traced.work)}
+        return {"outcome": "ok", **_held(result.traced), **_worked(result.traced.works)}
     if result.measurement is not None and result.measurement.failure is not None:
         return {"outcome": result.measurement.outcome, "failure": reason(result.measurement.failure)}
     return {"outcome": "missing", "failure": result.status.detail or None}

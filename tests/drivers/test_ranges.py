@@ -14,7 +14,7 @@ GRADIENTS, BACKEND = "training.data_parallel.grad_reduce_in_fp32", "training.ker
 
 def workload(**training: Any) -> Workload:
     """The small one with everything stated but for what `training` replaces."""
-    return small(training={**STATED["training"], **training})
+    return small(training={**STATED["training"], **training}, routing=STATED["routing"])
 
 
 def test_an_open_field_is_traced_with_each_of_its_values(server: TraceServer) -> None:

@@ -9,10 +9,10 @@ from typing import Self
 from labkit.drivers.contract import Measurement, RankRecord
 from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger
+from labkit.ranges import left_open
 from labkit.summary import RankSummary, Result, Summary, Written
 from labkit.work import WorkRow
 from labkit.workload import Workload
-from labkit.workload.unstated import open_fields
 
 
 class Trace(Result):
@@ -51,7 +51,7 @@ class Trace(Result):
     @cached_property
     def summary(self) -> Summary:
         """The result on one page, with every rank that was traced."""
-        assumed = tuple(f"{each.field} {each.assumed}" for each in open_fields(self.workload))
+        assumed = tuple(f"{each.field} {each.choices[0].value}" for each in left_open(self.workload))
         ranks, versions = tuple(map(_summarised, self.measurement.ranks)), self.measurement.versions
         summary, mended = super().summary, self.measurement.environment.get("mended")
         warnings = summary.warnings if mended is None else (*summary.warnings, mended)
@@ -69,6 +69,11 @@ class Trace(Result):
     def work(self) -> tuple[WorkRow, ...]:
         """What the steady step does, module by module."""
         return next(record.work for record in self.measurement.ranks if record.rank == self.rank)
+
+    @property
+    def works(self) -> tuple[tuple[WorkRow, ...], ...]:
+        """The same of every rank that was traced."""
+        return tuple(record.work for record in self.measurement.ranks)
 
 
 def _summarised(record: RankRecord) -> RankSummary:

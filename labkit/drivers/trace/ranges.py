@@ -7,7 +7,6 @@ from typing import Any
 from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import PhaseCallback, TraceServer
-from labkit.ranges import left_open
 from labkit.ranges import ranged as with_ranges
 from labkit.summary import Summary
 from labkit.workload.unstated import with_fields
@@ -41,4 +40,4 @@ def ranged(trace: Trace, server: TraceServer, on_phase: PhaseCallback | None = N
             return list(pool.map(peak, changes))
 
     summary = trace.summary.model_copy(update={"assumed": ()})
-    return with_ranges(summary, left_open(trace.workload), peaks, peaks)
+    return with_ranges(summary, peaks)
