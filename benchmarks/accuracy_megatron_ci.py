@@ -2,8 +2,8 @@
 
 `python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME] [--json]`
 prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
-step and for what is alive between steps, or why it did not run; then a summary by family, GPU and date. Nothing is
-fitted.
+step and for what is alive between steps, or why it did not run; then a summary by family, GPU and date. No figure is
+scaled; the versions that rows do not name are stated in `benchmarks/megatron_ci.py`.
 """
 
 import json
