@@ -404,7 +404,11 @@ def test_a_trace_that_is_ended_leaves_no_folder(tmp_path: Path, ending: signal.S
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
     environment = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
     command = (*LABKIT, "trace", str(tmp_path / "w.yaml"))
-    tracing = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    ours = signal.signal(ending, signal.SIG_DFL)  # which the process inherits: under nohup it would ignore SIGHUP
+    try:
+        tracing = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(ending, ours)
     began = time.monotonic()
     while not list(tmp_path.glob("labkit-trace-*")) and time.monotonic() - began < 60:
         time.sleep(0.05)
