@@ -5,7 +5,6 @@ bytes and peak allocated bytes, the worst of each family, and a summary; it ends
 0.2 % retained or 1 % peak, or fails. The cases are `tests/memory/grid`; a trace of one takes about a second.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.running import traced_each
+from benchmarks.running import Parser, at_least_one, traced_each
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import LabkitError
 from tests.memory.grid import FAMILIES, NAMES, workload
@@ -159,17 +158,17 @@ def chosen(family: Sequence[str], only: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Run what was asked for; exit code 1 if a case misses."""
-    parser = argparse.ArgumentParser(description="Hold the estimate against the trace on the grid of small workloads.")
+    parser = Parser(description="Hold the estimate against the trace on the grid of small workloads.")
     parser.add_argument("--family", action="append", default=[], choices=sorted(FAMILIES), help="may be repeated")
     parser.add_argument("--only", action="append", default=[], metavar="WORDS", help="cases whose name holds the words")
-    parser.add_argument("--workers", type=int, default=2, help="traces at once (2)")
+    parser.add_argument("--workers", type=at_least_one, default=2, help="traces at once (2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     names = chosen(options.family, options.only)
     if not names:
         parser.error("no case has that name")
     began = time.monotonic()
-    cases = run(names, max(1, options.workers), Console(stderr=True))
+    cases = run(names, options.workers, Console(stderr=True))
     if options.json:
         facts = {
             "versions": {name: version(name) for name in PACKAGES},

@@ -31,7 +31,7 @@ from labkit.memory.outline import outline
 from labkit.memory.sweep import sweep, variations
 from labkit.summary import Summary
 from labkit.workload import RECOMPUTE_MODULES, Parallelism, Recompute, Workload
-from labkit.workload.files import load_mapping
+from labkit.workload.files import model_mapping
 
 ROOT = Path(__file__).resolve().parent.parent
 LABKIT = [sys.executable, "-m", "labkit"]
@@ -93,7 +93,7 @@ def time_trace() -> Timing:
 
 def hybrid_model(layers: int) -> Workload:
     """Qwen's gated delta nets with attention in every fourth layer, on eight ranks, trained whole."""
-    model = {**load_mapping(ROOT / "data/models/qwen3.8-27b.yaml"), "name": "qwen3.8-27b", "num_layers": layers}
+    model = {**model_mapping("qwen3.8-27b", "benchmarks/speed.py", ROOT), "num_layers": layers}
     layout = {"world_size": 8, "tensor_model_parallel_size": 4, "sequence_parallel": True}
     batch = {"seq_length": 4096, "global_batch_size": 8}
     training = {"gpu": "h200-141gb", "data_parallel": {"use_distributed_optimizer": True}}

@@ -6,7 +6,6 @@ how far the two sides' retained tensors are from each other: what else they diff
 Cells with context parallelism are not traced.
 """
 
-import argparse
 import json
 import signal
 import statistics
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.accuracy_h200 import DEFAULT_CELLS, MANY_ROWS, increments
 from benchmarks.h200_cells import Cell, read
-from benchmarks.running import traced_each
+from benchmarks.running import Parser, at_least_one, traced_each
 from labkit.console import Terminal, printable
 from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.server import TraceServer
@@ -112,12 +111,12 @@ def show(found: Sequence[Traced], untraced: Sequence[Untraced], console: Console
         console.print(f"{cell.case}: {printable(cell.reason)}")
 
 
-def main() -> int:
-    """Prints every cell's errors and those of each group; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Trace the cells measured on H200, beside the estimate.")
+def main() -> None:
+    """Prints every cell's errors and those of each group."""
+    parser = Parser(description="Trace the cells measured on H200, beside the estimate.")
     parser.add_argument("--cells", type=Path, default=DEFAULT_CELLS, help="CSV of measured cells")
     parser.add_argument("--only", default="", help="cells whose name or group contains this")
-    parser.add_argument("--workers", type=int, default=1, help="traces at once")
+    parser.add_argument("--workers", type=at_least_one, default=1, help="traces at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     console = Terminal(width=None if sys.stdout.isatty() else 200, markup=False)
@@ -126,8 +125,7 @@ def main() -> int:
         with TraceServer(options.workers) as server:
             results = traced_each(lambda cell: both_sides(cell, server), cells, options.workers, console)
     except LabkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     untraced = [each for each in results if isinstance(each, Untraced)]
     found = [row for each in results if not isinstance(each, Untraced) for row in each]
     if options.json:
@@ -136,9 +134,8 @@ def main() -> int:
         print(json.dumps(rows | {"summary": groups}, indent=2))
     else:
         show(found, untraced, console)
-    return 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
-    sys.exit(main())
+    main()

@@ -1,12 +1,14 @@
 """An estimate's peak with each value of what its workload leaves open."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.memory.estimate import Estimate, estimate, fullest_stage
 from labkit.memory.outline import outline
+from labkit.ranges import Peaks
 from labkit.ranges import ranged as with_ranges
 from labkit.summary import Summary
+from labkit.workload import Workload
 from labkit.workload.unstated import with_fields
 
 
@@ -21,12 +23,13 @@ def ranged(result: Estimate) -> Summary:
     stage = None if result.stage == fullest_stage(workload) else result.stage
     base = result.peak_allocated_bytes - outline(workload, result.stage).peak_bytes
 
-    def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        changed = (with_fields(workload, fields) for fields in changes)
-        return [None if each is None else base + outline(each, result.stage).peak_bytes for each in changed]
+    def with_each(price: Callable[[Workload], int]) -> Peaks:
+        def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
+            changed = (with_fields(workload, fields) for fields in changes)
+            return [None if each is None else price(each) for each in changed]
 
-    def exact(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        changed = (with_fields(workload, fields) for fields in changes)
-        return [None if each is None else estimate(each, stage).ledger.peak().bytes for each in changed]
+        return peaks
 
-    return with_ranges(result.summary, peaks, exact)
+    outlined = with_each(lambda changed: base + outline(changed, result.stage).peak_bytes)
+    estimated = with_each(lambda changed: estimate(changed, stage).ledger.peak().bytes)
+    return with_ranges(result.summary, outlined, estimated)

@@ -8,7 +8,9 @@ from labkit.errors import InputError
 from labkit.memory.estimate import Estimate, estimate
 from labkit.memory.outline import outline
 from labkit.workload import Workload
+from tests.memory.grid import lora
 
+MODEL: dict[str, Any] = lora.BASE["model"]
 HIDDEN, LAYERS, ROWS, TENSOR_RANKS = 512, 4, 1024, 2
 
 
@@ -16,24 +18,12 @@ def tuned(**changes: Any) -> Workload:
     """A small hybrid under the lora runtime, dotted fields changed (`__` for dots)."""
     mapping: dict[str, Any] = {
         "model": {
+            **MODEL,
             "name": "hybrid",
             "num_layers": LAYERS,
             "hidden_size": HIDDEN,
-            "ffn_hidden_size": 1536,
-            "num_attention_heads": 8,
             "num_query_groups": 2,
-            "kv_channels": 64,
-            "vocab_size": 1000,
-            "attention_output_gate": True,
-            "qk_layernorm": True,
-            "rotary_percent": 0.25,
-            "gated_delta_net": {
-                "linear_attention_freq": 4,
-                "linear_key_head_dim": 64,
-                "linear_value_head_dim": 64,
-                "linear_num_key_heads": 4,
-                "linear_num_value_heads": 8,
-            },
+            "gated_delta_net": {**MODEL["gated_delta_net"], "linear_value_head_dim": 64},
         },
         "parallelism": {
             "world_size": TENSOR_RANKS,
