@@ -5,6 +5,7 @@ only after optimizer initialisation and the steady steps; a failure records the 
 peaks are never compared with passing ones.
 """
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -14,10 +15,31 @@ from labkit.work import WorkRow
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 
-Outcome = Literal["ok", "oom", "failed", "timed_out", "out_of_host_memory", "unsupported"]
-"""ok: it passed. oom: a GPU ran out of memory. failed: a crash, or an error of what was run. timed_out and
-out_of_host_memory: it was ended at the limits that a run has. unsupported: the driver has not what it needs."""
-DriverName = Literal["trace", "published"]
+Outcome = Literal[
+    "ok",
+    "oom",
+    "cuda_error",
+    "collective_timeout",
+    "rank_died",
+    "non_finite",
+    "wrong_world_size",
+    "failed",
+    "killed",
+    "timed_out",
+    "out_of_host_memory",
+    "unsupported",
+    "refused",
+]
+"""ok: it passed. oom: a GPU ran out of memory. cuda_error: CUDA refused or lost something else. collective_timeout:
+ranks waited for each other longer than they may. rank_died: one rank's process ended without a word. non_finite: the
+loss or the gradients. wrong_world_size: other than as many ranks as the workload has. failed: any other crash or error
+of what was run. killed: the run's own processes were ended from outside. timed_out and out_of_host_memory: it was
+ended at the limits that a run has. unsupported: the driver has not what it needs. refused: the rules reject it."""
+DriverName = Literal["trace", "cuda", "published"]
+
+_VERSIONS_ON_GPUS = ("labkit", "cuda driver", "torch", "megatron-core", "CUDA", "NVIDIA driver")
+_ENVIRONMENT_ON_GPUS = ("device", "allocator", "routing")
+_PHASES_ON_GPUS = frozenset({"forward", "backward", "optimizer"})
 
 
 class PhasePeak(Part):
@@ -85,6 +107,14 @@ class Failure(Part):
 
     phase: str
     message: str
+    rank: NonNegativeInt | None = None
+    """The rank it began with; None where that is not known."""
+    requested_bytes: NonNegativeInt | None = None
+    """What that rank's allocator was asked for and could not get, as are the next three of a rank out of memory."""
+    allocated_bytes: NonNegativeInt | None = None
+    reserved_bytes: NonNegativeInt | None = None
+    free_bytes: NonNegativeInt | None = None
+    """Of the whole GPU, other processes' use taken off."""
 
 
 class Measurement(Part):
@@ -96,10 +126,17 @@ class Measurement(Part):
     outcome: Outcome
     failure: Failure | None = None
     ranks: Many[RankRecord] = ()
+    """Of a measurement that did not pass: as far as each rank came, which is evidence and no peak."""
     steady_iterations: NonNegativeInt = 0
     step_time_ms: float | None = None
-    """Mean time of a step after warm-up; None where nothing ran on a GPU."""
+    """Time of a step after warm-up (median where `step_times_ms` has each); None where nothing ran on a GPU."""
+    step_times_ms: Many[float] = ()
+    """Of each steady step, the slowest rank's."""
     tflops_per_gpu: float | None = None
+    losses: Many[float] = ()
+    """Mean loss of each step, the first one included; empty where nothing was computed."""
+    gradient_norms: Many[float] = ()
+    """Of all gradients of a step, before clipping; empty where nothing was computed."""
     versions: dict[str, str] = {}
     """Of labkit, its driver's source (a hash), torch, megatron-core, transformer-engine, ..."""
     environment: dict[str, str] = {}
@@ -116,16 +153,36 @@ class Measurement(Part):
             raise ValueError("a measurement that passed has no failure, and one that did not says why")
         if self.outcome == "ok" and not self.ranks:
             raise ValueError("a measurement that passed says what a rank held")
+        lacking = list(self._lacking()) if self.outcome == "ok" and self.driver == "cuda" else []
+        if lacking:
+            raise ValueError(f"a measurement on GPUs that passed also has {', '.join(lacking)}")
         return self
+
+    def _lacking(self) -> Iterator[str]:
+        """What a run on GPUs can say and this one does not."""
+        yield from (name for name in ("step_time_ms", "tflops_per_gpu") if getattr(self, name) is None)
+        yield from (name for name in ("step_times_ms", "losses", "gradient_norms") if not getattr(self, name))
+        yield from (f"versions.{name}" for name in _VERSIONS_ON_GPUS if name not in self.versions)
+        yield from (f"environment.{name}" for name in _ENVIRONMENT_ON_GPUS if name not in self.environment)
+        if self.steady_iterations < 1:
+            yield "a steady iteration"
+        if [record.rank for record in self.ranks] != list(range(self.workload.parallelism.world_size)):
+            yield "every rank"
+        for record in self.ranks:
+            steady = {phase.phase for phase in record.phases if phase.iteration > 1}
+            if not _PHASES_ON_GPUS <= steady or any(phase.peak_reserved_bytes is None for phase in record.phases):
+                yield f"every phase of a steady step, allocated and reserved, of rank {record.rank}"
 
     @property
     def worst_rank(self) -> RankRecord | None:
-        """The rank with the largest peak; None if no rank was recorded."""
-        return max(self.ranks, key=lambda rank: rank.peak.peak_allocated_bytes, default=None)
+        """The rank with the largest peak; None if it did not pass: how far that came is no peak."""
+        if self.outcome != "ok":
+            return None
+        return max(self.ranks, key=lambda rank: rank.peak.peak_allocated_bytes)
 
     @property
     def peak_allocated_bytes(self) -> int | None:
-        """Largest allocated bytes over ranks and phases; None if no rank was recorded."""
+        """Largest allocated bytes over ranks and phases; None if it did not pass."""
         worst = self.worst_rank
         return None if worst is None else worst.peak.peak_allocated_bytes
 

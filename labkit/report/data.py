@@ -11,10 +11,17 @@ LONGEST_LABEL: Final = 52
 OUTCOMES = {
     "ok": "ok",
     "oom": "out of memory",
+    "cuda_error": "CUDA error",
+    "collective_timeout": "ranks waited too long",
+    "rank_died": "a rank died",
+    "non_finite": "not finite",
+    "wrong_world_size": "wrong number of ranks",
     "failed": "failed",
+    "killed": "killed",
     "timed_out": "took too long",
     "out_of_host_memory": "needs more host memory",
     "unsupported": "not supported",
+    "refused": "refused by a rule",
     "missing": "not run yet",
 }
 """How a cell ended (`labkit.drivers.contract.Outcome`), for people."""

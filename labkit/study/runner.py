@@ -32,15 +32,15 @@ class Cell(NamedTuple):
 
 
 class Measured(Protocol):
-    """What a driver hands back (`labkit.drivers.trace.driver.Trace`)."""
+    """What a driver hands back (`labkit.drivers.trace.driver.Trace`, `labkit.drivers.cuda.driver.Measured`)."""
 
     @property
     def measurement(self) -> Measurement:
         """The record of the contract."""
 
     @property
-    def ledger(self) -> Ledger:
-        """What the rank held."""
+    def ledger(self) -> Ledger | None:
+        """What the rank held, row by row; None where it cannot be known."""
 
 
 class Driver(Protocol):

@@ -1,6 +1,6 @@
 """Where results lie: one file per cell, named by what was run, by what, in which versions.
 
-A cell file `<sha256>.zip` holds `cell.json` (its key, its measurement and the ledger's moments) and, where the cell
+A cell file `<sha256>.zip` holds `cell.json` (its key, its measurement and the ledger's moments) and, of a trace that
 passed, `ledger.parquet` (every row). It appears whole or not at all: it is written as `<sha256>.part`, flushed, and
 renamed. The `.part` file is also the claim on the cell: whoever holds its `flock` is making it. The claim of a killed
 process lapses with the process, and the next run takes over or removes what it left behind.
@@ -50,7 +50,7 @@ class Header(Part):
     key: CellKey
     measurement: Measurement
     moments: Many[tuple[int, int, str]] = ()
-    """`labkit.ledger.Moment` of the ledger beside it; empty where the cell did not pass."""
+    """`labkit.ledger.Moment` of the ledger beside it; empty where there is none."""
 
 
 class Stored(NamedTuple):
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
     key: CellKey
     measurement: Measurement
     ledger: Ledger | None
-    """None where the cell did not pass."""
+    """None where the cell did not pass, or where GPUs measured it."""
 
 
 def cell_hash(key: CellKey) -> str:
@@ -146,7 +146,7 @@ class Claim:
         self._key = key
 
     def commit(self, measurement: Measurement, ledger: Ledger | None) -> Path:
-        """Make the result visible, whole; `ledger` is None where the cell did not pass.
+        """Make the result visible, whole; `ledger` is None where there is none.
 
         Raises:
             WorkError: it cannot be written (a full disk, say); nothing has become visible.
@@ -236,7 +236,7 @@ def _read(path: Path) -> Stored:
         raise DamagedCellError(path, "its measurement is of another workload")
     if header.measurement.driver != header.key.driver:
         raise DamagedCellError(path, "its measurement is by another driver")
-    if header.measurement.outcome != "ok":
+    if header.measurement.outcome != "ok" or header.measurement.driver != "trace":
         return Stored(header.key, header.measurement, None)
     if table is None:
         raise DamagedCellError(path, "no ledger.parquet")
