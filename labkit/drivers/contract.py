@@ -92,6 +92,11 @@ class RankRecord(Part):
         return max((phase.peak_reserved_bytes for phase in self.phases if phase.peak_reserved_bytes), default=None)
 
 
+def _is_complete(record: RankRecord) -> bool:
+    steady = {phase.phase for phase in record.phases if phase.iteration > 1}
+    return steady >= _PHASES_ON_GPUS and all(phase.peak_reserved_bytes is not None for phase in record.phases)
+
+
 class Unfinished(WorkError):
     """A measurement that came to no result; its text says why."""
 
@@ -160,18 +165,19 @@ class Measurement(Part):
 
     def _lacking(self) -> Iterator[str]:
         """What a run on GPUs can say and this one does not."""
-        yield from (name for name in ("step_time_ms", "tflops_per_gpu") if getattr(self, name) is None)
-        yield from (name for name in ("step_times_ms", "losses", "gradient_norms") if not getattr(self, name))
-        yield from (f"versions.{name}" for name in _VERSIONS_ON_GPUS if name not in self.versions)
-        yield from (f"environment.{name}" for name in _ENVIRONMENT_ON_GPUS if name not in self.environment)
-        if self.steady_iterations < 1:
-            yield "a steady iteration"
-        if [record.rank for record in self.ranks] != list(range(self.workload.parallelism.world_size)):
-            yield "every rank"
-        for record in self.ranks:
-            steady = {phase.phase for phase in record.phases if phase.iteration > 1}
-            if not _PHASES_ON_GPUS <= steady or any(phase.peak_reserved_bytes is None for phase in record.phases):
-                yield f"every phase of a steady step, allocated and reserved, of rank {record.rank}"
+        stated = {
+            "step_time_ms": self.step_time_ms is not None,
+            "tflops_per_gpu": self.tflops_per_gpu is not None,
+            "step_times_ms": bool(self.step_times_ms),
+            "losses": bool(self.losses),
+            "gradient_norms": bool(self.gradient_norms),
+            "a steady iteration": self.steady_iterations > 0,
+            "every rank": [each.rank for each in self.ranks] == list(range(self.workload.parallelism.world_size)),
+            **{f"versions.{name}": name in self.versions for name in _VERSIONS_ON_GPUS},
+            **{f"environment.{name}": name in self.environment for name in _ENVIRONMENT_ON_GPUS},
+            "each phase of a steady step, allocated and reserved, of each rank": all(map(_is_complete, self.ranks)),
+        }
+        yield from (name for name, is_stated in stated.items() if not is_stated)
 
     @property
     def worst_rank(self) -> RankRecord | None:
