@@ -34,7 +34,10 @@ MAY_IMPORT = {
 """Rooms (a folder or a file of labkit) and the rooms below them."""
 
 HEAVY = {"torch", "megatron", "transformer_engine", "transformer_engine_torch", "triton"}
-MAY_IMPORT_HEAVY = ("drivers/arguments.py", "drivers/build.py", "drivers/lora/", "drivers/step.py", "drivers/trace/")
+MAY_IMPORT_HEAVY = tuple(
+    f"drivers/{each}"
+    for each in ("arguments.py", "build.py", "cell.py", "lora/", "step.py", "watch.py", "trace/", "cuda/")
+)
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

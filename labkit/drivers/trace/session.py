@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
 from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.drivers.environment import variables
 from labkit.drivers.trace import (
     compiled,
     compiled_layers,
@@ -37,6 +38,7 @@ from labkit.drivers.trace.surface import fake_cuda
 from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
 from labkit.drivers.trace.work import WorkCounter, counted_by
+from labkit.drivers.watch import Watch
 from labkit.errors import InputError, WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Routing, Workload
@@ -126,13 +128,8 @@ def _process_group(workload: Workload, rank: int) -> Iterator[None]:
     world_size = workload.parallelism.world_size
     # Megatron asks the environment for the ranks of a node, and writes its choice of attention kernel there.
     environment, deterministic = dict(os.environ), torch.are_deterministic_algorithms_enabled()
-    os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    if workload.training.kernels.deterministic_attention:
-        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    if workload.launch is not None:
-        if "--use-megatron-fsdp" in workload.launch.words:
-            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # Megatron asks for it to be unset
-        os.environ.update(workload.launch.variables)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK="0", **variables(workload))
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -159,85 +156,68 @@ def _manual_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Naming(Watch):
+    """Says of each part who made it, and gives the tensors of a built model their names."""
+
+    def __init__(self, tracker: StorageTracker, fsdp: bool) -> None:
+        self.names: dict[int, Name] = {}
+        """Of allocations, by their serial."""
+        self.paths: dict[torch.Tensor, str] = {}
+        self._tracker = tracker
+        self._fsdp = fsdp
+
+    def inside(self, part: str) -> AbstractContextManager[object]:
+        return self._tracker.origin.inside(part)
+
+    def has_model(self, modules: list[torch.nn.Module]) -> None:
+        self.paths = {tensor: path for module in modules for tensor, path in tensor_paths(module)}
+        for tensor, path in self.paths.items():
+            self.name(tensor, "parameters", path)
+
+    def has_buffers(self, chunks: list[Any]) -> None:
+        # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
+        for path, buffer in () if self._fsdp else _buffers(chunks):
+            if buffer.param_data is not None:
+                self.name(buffer.param_data, "parameters", f"{path}.param_data")
+            self.name(buffer.grad_data, "gradients", f"{path}.grad_data")
+
+    def name(self, tensor: torch.Tensor, kind: str, path: str) -> None:
+        """Name the allocations of a tensor, of each of its parts where it has parts."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            for part in tensor.__tensor_flatten__()[0]:
+                self.name(getattr(tensor, part), kind, f"{path}{part}")
+            return
+        allocation = self._tracker.allocation_of(tensor)
+        if allocation is not None:
+            module, _, attribute = path.rpartition(".")
+            self.names[allocation.serial] = Name(kind, module, attribute)
+
+
 def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: PhaseCallback) -> _Built:
     """Build and step."""
     from megatron.core import parallel_state
 
-    from labkit.drivers import build
     from labkit.drivers.arguments import megatron_arguments
+    from labkit.drivers.cell import Cell
     from labkit.drivers.trace.state_names import optimizer_tensors
-
-    names: dict[int, Name] = {}
-
-    def name(tensor: torch.Tensor, kind: str, path: str) -> None:
-        if hasattr(tensor, "__tensor_flatten__"):
-            for part in tensor.__tensor_flatten__()[0]:
-                name(getattr(tensor, part), kind, f"{path}{part}")
-            return
-        allocation = tracker.allocation_of(tensor)
-        if allocation is not None:
-            module, _, attribute = path.rpartition(".")
-            names[allocation.serial] = Name(kind, module, attribute)
 
     # As many micro-batches as show all that a step holds.
     arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
     _refuse_graphs(workload, arguments)
     phase(0, "setup")
-    with tracker.origin.inside("initialize"):
-        build.initialize_megatron(arguments)
-    with tracker.origin.inside("model"):
-        chunks = build.build_model(workload, arguments)
-    prepare = _stepper(workload, arguments, chunks, tracker.origin, phase)
-    modules = [build.unwrapped(chunk) for chunk in chunks]
-    paths = {tensor: path for module in modules for tensor, path in tensor_paths(module)}
-    for tensor, path in paths.items():
-        name(tensor, "parameters", path)
-    wrapped, optimizer = chunks, None
-    if workload.training.steps_optimizer:
-        with tracker.origin.inside("gradient_buffers"):
-            wrapped = build.wrap(arguments, chunks)
-        # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.
-        for path, buffer in () if arguments.use_megatron_fsdp else _buffers(wrapped):
-            if buffer.param_data is not None:
-                name(buffer.param_data, "parameters", f"{path}.param_data")
-            name(buffer.grad_data, "gradients", f"{path}.grad_data")
-        with tracker.origin.inside("optimizer"):
-            optimizer = build.build_optimizer(arguments, wrapped)
-            build.look_for_checkpoint(arguments, optimizer)
-    with tracker.origin.watching(*modules):
-        with tracker.origin.inside("batch"):
-            step = prepare(wrapped, optimizer)
-        _take(step, iterations, tracker)
-    if optimizer is not None and not arguments.use_megatron_fsdp:
-        for path, tensor in optimizer_tensors(optimizer, paths):
-            name(tensor, "optimizer", path)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    naming = _Naming(tracker, arguments.use_megatron_fsdp)
+    cell = Cell(workload, arguments, naming)
+    with tracker.origin.watching(*cell.modules):
+        _take(cell.step(phase), iterations, tracker)
+    if cell.optimizer is not None and not arguments.use_megatron_fsdp:
+        for path, tensor in optimizer_tensors(cell.optimizer, naming.paths):
+            naming.name(tensor, "optimizer", path)
     return _Built(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        names=names,
+        parameters=cell.parameters,
+        parameter_bytes=cell.parameter_bytes,
+        names=naming.names,
     )
-
-
-def _stepper(
-    workload: Workload, arguments: argparse.Namespace, chunks: list[Any], origin: Origin, phase: PhaseCallback
-) -> Callable[[list[Any], Any], Any]:
-    """What makes the runtime's step of chunks and optimizer; the `lora` runtime changes the built model first."""
-    if workload.training.lora is None:
-        from labkit.drivers.step import TrainingStep
-
-        return lambda wrapped, optimizer: TrainingStep(workload, arguments, wrapped, optimizer, phase)
-    from labkit.drivers import build
-    from labkit.drivers.lora.model import adapt
-    from labkit.drivers.lora.step import LoraStep
-    from labkit.drivers.lora.tree import Tree
-
-    with origin.inside("batch"):
-        tree = Tree(workload, torch.device("cuda"))
-    with origin.inside("model"):
-        adapt(build.unwrapped(chunks[0]), workload.training.lora, tree)
-    return lambda wrapped, optimizer: LoraStep(workload, arguments, wrapped[0], tree, optimizer, phase)
 
 
 def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:

@@ -12,10 +12,14 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = (
     "allocator.py",
     "ledger.py",
+    "work.py",
     "workload/behaviour.py",
     "workload/gpu.py",
     "drivers/arguments.py",
     "drivers/build.py",
+    "drivers/cell.py",
+    "drivers/environment.py",
+    "drivers/lora/*.py",
     "drivers/step.py",
     "drivers/trace/*.py",
 )
