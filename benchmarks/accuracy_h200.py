@@ -8,7 +8,6 @@ estimator. Nothing here knows a case: a cell becomes a workload by its columns a
 import json
 import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -245,7 +244,7 @@ def main() -> None:
         shown = {"cells": [asdict(each) for each in found], "repeats": [asdict(each) for each in repeats]}
         print(json.dumps(shown | {"summary": groups}, indent=2))
     else:
-        show((*found, *repeats), groups, Terminal(width=None if sys.stdout.isatty() else 200, markup=False))
+        show((*found, *repeats), groups, Terminal(markup=False))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ scaled; the versions that rows do not name are stated in `benchmarks/megatron_ci
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -31,10 +30,14 @@ FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "h
 """Families that are judged together."""
 
 
-def run(rows: Sequence[Row], workers: int, console: Console) -> list[Job]:
+def run(rows: Sequence[Row], workers: int) -> list[Job]:
     """Every job, in the order of `rows`."""
     with MegatronReader() as reader, TraceServer() as server:
-        return traced_each(lambda row: traced(row, reader, server), rows, workers, console)
+        return traced_each(lambda row: traced(row, reader, server), rows, workers, _said)
+
+
+def _said(job: Job) -> str:
+    return f"{job.case} {job.date}: {job.status if job.error is None else f'peak {_percent(job.error)}'}"
 
 
 def summary(jobs: Sequence[Job]) -> list[dict[str, object]]:
@@ -179,7 +182,7 @@ def main() -> None:
     ]
     if not chosen:
         parser.error("no job has that name and group" if rows else f"{options.cases}: there is no job in it")
-    jobs = run(chosen[: options.limit], options.workers, Terminal(stderr=True))
+    jobs = run(chosen[: options.limit], options.workers)
     if options.json:
         print(
             json.dumps(
@@ -188,7 +191,7 @@ def main() -> None:
             )
         )
     else:
-        show(jobs, Terminal(width=None if sys.stdout.isatty() else 160, markup=False))
+        show(jobs, Terminal(markup=False))
         print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.running import Parser, at_least_one, traced_each
+from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import LabkitError
 from tests.memory.grid import FAMILIES, NAMES, workload
@@ -76,10 +77,15 @@ def measured(name: str, server: TraceServer) -> Case:
     )
 
 
-def run(names: Sequence[str], workers: int, console: Console) -> list[Case]:
+def run(names: Sequence[str], workers: int) -> list[Case]:
     """Every case, in the order of `names`."""
     with TraceServer() as server:
-        return traced_each(lambda name: measured(name, server), names, workers, console)
+        return traced_each(lambda name: measured(name, server), names, workers, _said)
+
+
+def _said(case: Case) -> str:
+    errors = f"retained {_percent(case.retained_error)}, peak {_percent(case.peak_error)}"
+    return f"{case.family}: {case.name}: {errors if case.failure is None else 'failed'}"
 
 
 def worst(cases: Iterable[Case], field: str) -> Case | None:
@@ -168,7 +174,7 @@ def main() -> None:
     if not names:
         parser.error("no case has that name")
     began = time.monotonic()
-    cases = run(names, options.workers, Console(stderr=True))
+    cases = run(names, options.workers)
     if options.json:
         facts = {
             "versions": {name: version(name) for name in PACKAGES},
@@ -180,7 +186,7 @@ def main() -> None:
         }
         print(json.dumps(facts, indent=2))
     else:
-        show(cases, Console())
+        show(cases, Terminal())
         print(f"{time.monotonic() - began:.0f} s")
     sys.exit(0 if all(case.passes for case in cases) else 1)
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from typing import NoReturn
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from labkit.console import printable
+from labkit.console import Terminal, printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,15 +29,20 @@ def at_least_one(text: str) -> int:
 
 
 def traced_each[Case, Result](
-    work: Callable[[Case], Result], cases: Sequence[Case], workers: int, console: Console
+    work: Callable[[Case], Result], cases: Sequence[Case], workers: int, said: Callable[[Result], str]
 ) -> list[Result]:
-    """What `work` makes of each case, in their order, `workers` at a time; progress shows where someone watches."""
+    """What `work` makes of each case, in their order, `workers` at a time.
+
+    As soon as a case is done stderr has a line, with what `said` makes of its result; a terminal also has a bar.
+    """
+    console = Terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext()
     with ThreadPoolExecutor(workers) as pool, progress as bar:
         task = None if bar is None else bar.add_task("tracing", total=len(cases))
         waiting = [pool.submit(work, case) for case in cases]
-        for _ in as_completed(waiting):
+        for number, done in enumerate(as_completed(waiting), start=1):
+            console.print(Text(f"{number}/{len(cases)} {said(done.result())}"))
             if bar is not None and task is not None:
                 bar.advance(task)
     return [future.result() for future in waiting]

@@ -25,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from labkit.console import Terminal
 from labkit.drivers.trace.server import Limits, TraceServer
 from labkit.memory.estimate import estimate
 from labkit.memory.outline import outline
@@ -246,7 +247,7 @@ def main() -> None:
         timed_acts = [asdict(timing) | {"median_seconds": timing.median_seconds} for timing in timings]
         print(json.dumps({"machine": facts, "timings": timed_acts}, indent=2))
     else:
-        show(timings, facts, Console())
+        show(timings, facts, Terminal())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Cells with context parallelism are not traced.
 import json
 import signal
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,6 +72,13 @@ def both_sides(cell: Cell, server: TraceServer) -> list[Traced] | Untraced:
     ]
 
 
+def _said(result: list[Traced] | Untraced) -> str:
+    if isinstance(result, Untraced):
+        return f"{result.case}: not traced"
+    errors = (f"{each.phase} {each.estimate_error:+.2%} estimated, {each.traced_error:+.2%} traced" for each in result)
+    return f"{result[0].case}: {'; '.join(errors)}"
+
+
 def summary(found: Sequence[Traced]) -> Iterator[tuple[str, int, float, float]]:
     """(group, figures, mean absolute error of the estimate, of the trace)."""
     groups: dict[str, list[Traced]] = {}
@@ -119,11 +125,10 @@ def main() -> None:
     parser.add_argument("--workers", type=at_least_one, default=1, help="traces at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
-    console = Terminal(width=None if sys.stdout.isatty() else 200, markup=False)
     try:
         cells = [cell for cell in read(options.cells, DEFAULT_CELLS) if options.only in f"{cell.case} {cell.group}"]
         with TraceServer(options.workers) as server:
-            results = traced_each(lambda cell: both_sides(cell, server), cells, options.workers, console)
+            results = traced_each(lambda cell: both_sides(cell, server), cells, options.workers, _said)
     except LabkitError as error:
         parser.error(str(error))
     untraced = [each for each in results if isinstance(each, Untraced)]
@@ -133,7 +138,7 @@ def main() -> None:
         rows = {"cells": [asdict(each) for each in found], "untraced": [asdict(each) for each in untraced]}
         print(json.dumps(rows | {"summary": groups}, indent=2))
     else:
-        show(found, untraced, console)
+        show(found, untraced, Terminal(markup=False))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ graphs are not told apart.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from labkit.ledger import UNIT, rounded
 from labkit.workload.caching import DEFAULT, AllocatorSettings
-from labkit.workload.gpu import GPUS, MIB
+from labkit.workload.gpu import GIB, GPUS, MIB
 from labkit.workload.training import Training
 
 _SMALL_SEGMENT, _SEGMENT_UNIT = 2 * MIB, 2 * MIB
@@ -398,6 +398,29 @@ class Simulated(NamedTuple):
     """Indices of events at which all cached blocks went back to the device to make room."""
     out_of_memory: tuple[int, OutOfMemory] | None
     """The first event that the device did not suffice for; from there on it gave whatever was asked for."""
+
+    def fragmentation(self, phase_of: Callable[[int], str]) -> str:
+        """How a rank whose tensors fit does within the device's memory, in a sentence; empty where nothing happens.
+
+        `phase_of` names the phase of an allocation, by its index among the events.
+        """
+        if self.out_of_memory is not None:
+            index, failed = self.out_of_memory
+            asked, allocated, reserved = (
+                f"{nbytes / GIB:.2f} GiB"
+                for nbytes in (failed.requested_bytes, failed.allocated_bytes, failed.reserved_bytes)
+            )
+            return (
+                f"Fragmentation: in {phase_of(index)} it runs out of memory, asking for {asked} with {allocated} "
+                f"allocated and {reserved} reserved; training.allocator.expandable_segments: true may help."
+            )
+        if self.retries:
+            times = "once" if len(self.retries) == 1 else f"{len(self.retries)} times"
+            return (
+                f"Fragmentation: all cached blocks go back to the GPU {times} to make room, first in "
+                f"{phase_of(self.retries[0])}; each time costs time."
+            )
+        return ""
 
 
 EMPTY_CACHE = 0, 0

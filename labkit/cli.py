@@ -22,6 +22,7 @@ from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.server import Limits, PhaseCallback, TraceServer
+    from labkit.memory.profiles import Observation, Profiles
     from labkit.study import Study
     from labkit.workload import Workload
     from labkit.workload.base import Part
@@ -237,7 +238,7 @@ def profile_add(
         certainty="measured",
         source=source,
     )
-    _say(Profiles(profiles).learn(observation))
+    _learn(Profiles(profiles), observation)
 
 
 @profile_app.command("learn")
@@ -247,7 +248,7 @@ def profile_learn(study: StudyArgument, profiles: ProfilesOption, store: StoreOp
 
     known = Profiles(profiles)
     for observation in _open(study, store).results().observations:
-        _say(known.learn(observation))
+        _learn(known, observation)
 
 
 @import_app.command("megatron-args")
@@ -373,6 +374,11 @@ def _open(study: Path, store: Path | None) -> "Study":
     from labkit.study import Study
 
     return Study.load(study, store)
+
+
+def _learn(known: "Profiles", observation: "Observation") -> None:
+    """Keep a peak, and say so: of what it is, and where it lies."""
+    _say(f"{observation}: {known.learn(observation)}")
 
 
 def _warn(sentence: str) -> None:

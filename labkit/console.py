@@ -1,6 +1,7 @@
 """Terminals: what labkit prints there, without the control characters that a name or a file may smuggle in."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -19,8 +20,20 @@ def printable(text: str) -> str:
     )
 
 
+_WIDE = 1000
+"""Columns of a file or a pipe: nothing is cut or folded there."""
+
+
 class Terminal(Console):
-    """A rich console on which no text but rich's own styles can move the cursor, change colours or ring."""
+    """A rich console on which no text but rich's own styles can move the cursor, change colours or ring.
+
+    What goes elsewhere than to a terminal is not cut to a width.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not self.is_terminal:
+            self.width = _WIDE
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As the console's, with text made printable."""

@@ -182,6 +182,8 @@ class Summary(Part):
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt | None
     """Simulated segments of the caching allocator; None where no allocator was simulated."""
+    fragmentation: str = ""
+    """Where the peak fits and the segments do not: what the allocator has to do, in a sentence."""
     peak_iteration: NonNegativeInt
     peak_phase: str
     phases: Many[PhaseSummary]
@@ -221,7 +223,7 @@ class Summary(Part):
         from rich.text import Text
 
         yield Text.assemble(
-            (f"{self.workload.model.name}", "bold"), f"  recompute {self.workload.recompute.label}  rank {self.rank}"
+            (f"{self.workload.model.name}", "bold"), f"  recompute {self.workload.recompute.label}  {self.place}"
         )
         yield Text(self.verdict, style="green" if self.fits else "red")
         if self.raised is not None:
@@ -323,15 +325,29 @@ class Summary(Part):
         return table
 
     @property
+    def place(self) -> str:
+        """Which rank it is of, and of a pipeline which stage, beside the one that holds most where that is another."""
+        layout = self.workload.parallelism
+        if layout.pp == 1:
+            return f"rank {self.rank}"
+        stage = self.rank // layout.first_rank(1)
+        fullest = max(self.stages, key=lambda each: each.peak_tensor_bytes, default=None)
+        if fullest is not None and fullest.stage != stage:
+            most = f" (stage {fullest.stage}, rank {fullest.rank}, holds most)"
+        else:
+            most = ", which holds most" if fullest is not None or len(self.ranks) > 1 else ""
+        return f"rank {self.rank}  pipeline stage {stage} of 0 to {layout.pp - 1}{most}"
+
+    @property
     def verdict(self) -> str:
         """One sentence: the peak, where it is, and whether it fits the GPU."""
         relation = "fits" if self.fits else "does not fit"
         reserved = self.peak_reserved_bytes
-        tight = (
-            f" Tight: the allocator would hold {reserved / GIB:.2f} GiB unless it gives cached blocks back."
-            if self.fits and reserved is not None and reserved >= self.gpu_memory_bytes
-            else ""
-        )
+        aside = tight = ""
+        if self.fits and reserved is not None and reserved >= self.gpu_memory_bytes:
+            aside = " but for fragmentation"
+            tight = f" Tight: the allocator would hold {reserved / GIB:.2f} GiB unless it gives cached blocks back."
+            tight += f" {self.fragmentation}".rstrip()
         covered = self.peak_allocated_bytes + self.margin_bytes
         beyond = ", more than there is" if self.fits and covered >= self.gpu_memory_bytes else ""
         margin = (
@@ -343,8 +359,8 @@ class Summary(Part):
         besides = " CUDA's context and NCCL's buffers come on top." if self.fits and full else ""
         return (
             f"Peak {self.peak_allocated_bytes / GIB:.3f} GiB ({self.certainty}) in {self.peak_phase} of iteration "
-            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB)."
-            f"{margin}{tight}{besides}"
+            f"{self.peak_iteration}; {relation} {self.gpu} ({self.gpu_memory_bytes / GIB:.2f} GiB)"
+            f"{aside}.{margin}{tight}{besides}"
         )
 
     @property
@@ -382,7 +398,7 @@ class Summary(Part):
         warnings += "".join(f"<p>Warning: {escape(warning)}</p>" for warning in self.warnings)
         return (
             f"<div class='labkit-summary'><p><strong>{escape(self.workload.model.name)}</strong>, recompute "
-            f"{escape(self.workload.recompute.label)}, rank {self.rank}. "
+            f"{escape(self.workload.recompute.label)}, {self.place}. "
             f"{' '.join(map(escape, filter(None, (self.verdict, raised, self.span))))}</p>"
             f"<table><caption>What holds the peak ({self.certainty})</caption><thead><tr>"
             f"<th scope='col' style='text-align:left'>category</th><th scope='col'>GiB</th><th scope='col'>share</th>"
@@ -396,6 +412,8 @@ class Written(NamedTuple):
     ledger: Ledger
     peak_reserved_bytes: int | None
     """Segments of the caching allocator; None where no allocator was simulated."""
+    fragmentation: str = ""
+    """What the allocator has to do within the GPU's memory, in a sentence; empty where its segments fit."""
 
 
 class Result:
@@ -462,6 +480,7 @@ class Result:
             rank=self.rank,
             peak_allocated_bytes=peak.bytes,
             peak_reserved_bytes=self.peak_reserved_bytes,
+            fragmentation=self._written.fragmentation if peak.bytes < gpu.total_memory_bytes else "",
             peak_iteration=peak.iteration,
             peak_phase=peak.phase,
             phases=tuple(

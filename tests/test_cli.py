@@ -218,6 +218,8 @@ def test_control_characters_do_not_reach_the_terminal(labkit: Command, tmp_path:
     ("arguments", "text"),
     [
         (("estimate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("estimate", "moonlite-16b"), "no such workload in data/workloads; did you mean 'moonlight-16b'?"),
+        (("trace", "qwen3-8b"), "qwen3-8b: this is a model; write a workload file with `model: qwen3-8b`"),
         (("estimate",), "Missing argument 'WORKLOAD.yaml'"),
         (("estimat", "x"), "No such command 'estimat'"),
         (("study",), "Missing command"),
@@ -266,7 +268,9 @@ def test_a_measured_peak_is_kept_and_raises_the_estimate(labkit: Command, tmp_pa
     peak = ("--peak-allocated-bytes", "60000000000")
     added = labkit("profile", "add", MOONLIGHT, *profiles, *peak, "--source", "somebody, H100")
     assert (added.returncode, added.stderr) == (0, "")
-    kept = Path(added.stdout.strip())
+    said, _, file = added.stdout.strip().rpartition(": ")
+    assert said == "moonlight-16b-a3b, recompute [], sequence 4096, micro-batch 1: 55.879 GiB measured"
+    kept = Path(file)
     raised = Summary.model_validate_json(labkit("estimate", MOONLIGHT, *profiles, "--json").stdout, strict=False)
     assert raised.peak_allocated_bytes == 60_000_000_000
     assert raised.raised == "measured at sequence 4096, micro-batch 1: somebody, H100"
@@ -283,15 +287,18 @@ def test_what_a_study_measured_is_kept(labkit: Command, tmp_path: Path) -> None:
     learned = labkit("profile", "learn", study, "--store", store, "--profiles", tmp_path / "profiles")
     assert learned.returncode == 0
     # Nothing is traced in this store, but six peaks were published.
-    assert len(set(learned.stdout.split())) == len(list((tmp_path / "profiles").iterdir())) == 6
+    files = [line.rpartition(": ")[2] for line in learned.stdout.splitlines()]
+    assert len(set(files)) == len(list((tmp_path / "profiles").iterdir())) == 6
     raised = labkit("estimate", MOONLIGHT, "--profiles", tmp_path / "profiles", "--json")
     assert Summary.model_validate_json(raised.stdout, strict=False).peak_allocated_bytes == 36_618_000_000
 
 
 def test_estimate_prints_a_table_for_people(labkit: Command) -> None:
-    result = labkit("estimate", MOONLIGHT)
+    result = labkit("estimate", "moonlight-16b")  # the name of what ships with labkit will do
     assert result.returncode == 0
     assert "What holds the peak (estimated, GiB)" in result.stdout
+    # Nothing is cut where no terminal says how wide it is.
+    assert "the router decides how many rows reach this rank's experts" in result.stdout
 
 
 def test_estimate_imports_neither_torch_nor_polars_nor_charts() -> None:

@@ -5,16 +5,17 @@ What has no field goes into `launch` as it was written: a trace runs it, an esti
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from labkit.errors import InputError
+from labkit.importers.shell import gaps
 from labkit.importers.silent import decides_no_memory, is_conditional
 from labkit.workload.caching import AllocatorSettings
 from labkit.workload.gpu import GPUS
-from labkit.workload.launch import FIELD_OF_VARIABLE, READ_FROM_ENVIRONMENT
+from labkit.workload.launch import FIELD_OF_VARIABLE, READ_FROM_ENVIRONMENT, RESERVED_ALONE
 from labkit.workload.workload import first_problem
 
 _GPT2_VOCABULARY = 50257
@@ -52,7 +53,7 @@ class Arguments(NamedTuple):
     config: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig`."""
     written: Mapping[str, list[str]]
-    """The words of each that was given."""
+    """The words of each that was given; a gap in them (`labkit.importers.shell`) is a value that is not known."""
 
 
 _SAME = {
@@ -124,7 +125,6 @@ _MEANING = {
     "overlap_p2p_comm": "taken as overlapped where stages interleave",
     "overlap_p2p_comm_warmup_flush": "receive buffers of overlapped warm-up",
     "log_num_zeros_in_grad": "a comparison of each gradient",
-    "empty_unused_memory_level": "blocks given back between steps: less is reserved, the peak is the same",
     "rampup_batch_size": "taken as the full batch from the start",
     "freeze_all_layers": "taken as trained",
     "skip_train": "taken as training",
@@ -200,6 +200,8 @@ class _Mapping:
             words = [self.options[dest], str(shown)]
         if words:
             self.launched[dest] = shlex.join(words)
+        if words and self.options[dest] in RESERVED_ALONE:
+            return
         (self.priced_not if words else self.lost).append(f"{self.options[dest]}{_as_written(shown)}: {meaning}")
 
     def _same(self, part: str) -> dict[str, Any]:
@@ -419,12 +421,25 @@ class _Mapping:
             if dest.startswith("_") or dest not in self.options or dest in EXPRESSED or decides_no_memory(dest):
                 continue
             self._lose(dest, _MEANING.get(dest, "labkit has no field for it"), value)
+        sharded = _WITH_MEGATRON_FSDP if self.values["use_megatron_fsdp"] else ()
+        self._unknown(sharded)
         if self.launched:
-            sharded = _WITH_MEGATRON_FSDP if self.values["use_megatron_fsdp"] else ()
             conditional = [
                 dest for dest in self.given if (is_conditional(dest) or dest in sharded) and dest in self.written
             ]
             self.launched.update((dest, shlex.join(self.written[dest])) for dest in conditional)
+
+    def _unknown(self, sharded: Collection[str]) -> None:
+        """Say which silent arguments were left out, as the machine alone knows their values."""
+        left_out = []
+        for dest, words in self.written.items():
+            why = gaps(" ".join(words))
+            if why and dest in sharded:
+                self.lost.append(f"{self.options[dest]}: decides memory with --use-megatron-fsdp, and needs {why[0]}")
+            elif why:
+                left_out.append(f"{self.options[dest]} (needs {why[0]})")
+        if left_out:
+            self.assumed.append(f"left out, as it decides no memory: {', '.join(left_out)}")
 
 
 def _as_written(value: Any) -> str:

@@ -1,6 +1,6 @@
 """`estimate`: what one rank holds, in closed form, explained row by row; no GPU, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -16,6 +16,8 @@ from labkit.memory.units import chunks, loss_chunk
 from labkit.memory.writer import Writer
 from labkit.summary import Result, StagePeak, Summary, Written
 from labkit.workload import Workload
+from labkit.workload.attention_backends import keeps_no_scores
+from labkit.workload.gpu import GIB
 from labkit.workload.stages import stage_layers
 
 
@@ -39,12 +41,30 @@ class Estimate(Result):
         run_steps(self.workload, self.stage, model, loss_chunk(self.workload), Writer(book, state))
         simulated = simulate_training(book.events, book.streams, self.workload.training)
         ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)
-        return Written(ledger, simulated.reserved[-1][1])
+        fragmentation = simulated.fragmentation(lambda event: book.entries[book.events[event][0] - 1].phase)
+        return Written(ledger, simulated.reserved[-1][1], fragmentation)
 
     @cached_property
     def summary(self) -> Summary:
         """The result on one page, with the peaks of all pipeline stages where there are several."""
-        return super().summary.model_copy(update={"stages": stage_peaks(self.workload)})
+        plain = super().summary
+        warnings = (*plain.warnings, *self._cost_of_idle_attention())
+        return plain.model_copy(update={"stages": stage_peaks(self.workload), "warnings": warnings})
+
+    def _cost_of_idle_attention(self) -> Iterator[str]:
+        """What label `core_attn` changes where the kernel keeps no scores."""
+        labels = self.workload.recompute.modules
+        if "core_attn" not in labels or not keeps_no_scores(self.workload):
+            return
+        others = {"recompute_granularity": "selective", "recompute_modules": sorted(labels - {"core_attn"})}
+        without = Estimate(self.workload.with_recompute(**others), self.stage)
+        more = self.outline.peak_bytes - without.outline.peak_bytes
+        change = f"{'adds' if more > 0 else 'takes'} {abs(more) / GIB:.3f} GiB {'to' if more > 0 else 'off'} the peak"
+        seconds = self.replay.seconds - without.replay.seconds
+        yield (
+            f"recompute.recompute_modules: core_attn {change if more else 'leaves the peak as it is'} "
+            f"and runs {seconds * 1e3:.2f} ms or more of attention again each step, by the estimate without it"
+        )
 
     @cached_property
     def replay(self) -> Replay:

@@ -24,6 +24,7 @@ from labkit.memory.estimate import Estimate
 from labkit.summary import PROFILE, Written
 from labkit.workload import Workload
 from labkit.workload.base import Part
+from labkit.workload.gpu import GIB
 
 _MAXIMUM_BYTES = 2**20
 
@@ -39,6 +40,14 @@ class Observation(Part):
     """measured: on a GPU; traced: by `labkit trace`."""
     source: str = Field(min_length=1, max_length=1000)
     """Who measured it, on what, when."""
+
+    def __str__(self) -> str:
+        """Of what it is the peak, in words."""
+        workload, peak = self.workload, self.peak_allocated_bytes / GIB
+        return (
+            f"{workload.model.name}, recompute {workload.recompute.label}, sequence {workload.batch.seq_length}, "
+            f"micro-batch {workload.batch.micro_batch_size}: {peak:.3f} GiB {self.certainty}"
+        )
 
     def holds_for(self, workload: Workload) -> bool:
         """Whether `workload`, of the same signature, holds at least as much by its lengths."""

@@ -18,14 +18,41 @@ from labkit.workload.gpu import GIB, MIB
 _NONE = "–"
 
 
+_DECISION = {
+    "candidate": "Recompute",
+    "rank": "Try",
+    "fits": "Fits",
+    "saved": "Saved, GiB (traced)",
+    "step_time": "Step time, % (published)",
+    "replay_time": "ms",
+    "replay_share": "% of step",
+    "replay_flops": "TFLOP",
+    "replay_checkpoints": "regions",
+    "verdict": "Verdict",
+}
+"""Column heads of the decision table."""
+_ACCURACY = {
+    "candidate": "Recompute",
+    "published_peak": "published",
+    "traced_peak": "traced",
+    "traced_error": "traced, %",
+    "estimated_peak": "estimated",
+    "estimated_error": "estimated, %",
+    "traced_static": "traced, GiB",
+    "static_difference": "estimated less traced, MiB",
+    "traced_retained": "traced, GiB",
+    "retained_difference": "estimated against traced, %",
+}
+
+
 def decision(frame: pl.DataFrame) -> GT:
     """The decision table: one row per candidate, the control first, then in the order to try.
 
     Args:
         frame: a study's `decision` frame: candidate, outcome, peak_allocated_bytes (traced), estimated_bytes,
             published_bytes, saved_bytes (traced), step_time_change (fraction), step_bound_change (fraction of the
-            control's lower bound), replay_source, replay_seconds, replay_flops, replay_checkpoints, fits, verdict,
-            rank.
+            control's lower bound), replay_source, replay_seconds, replay_flops, replay_checkpoints, fits, tight
+            (it fits, the allocator's segments do not), verdict, rank.
     """
     control = pl.int_range(pl.len()) == 0
     rows = _labelled(frame).sort(~control, pl.col("rank"), nulls_last=True, maintain_order=True)
@@ -33,7 +60,11 @@ def decision(frame: pl.DataFrame) -> GT:
         "candidate",
         "rank",
         fits=pl.when(pl.col("outcome") == "ok")
-        .then(pl.when("fits").then(pl.lit("fits")).otherwise(pl.lit("does not fit")))
+        .then(
+            pl.when("tight")
+            .then(pl.lit("fits, tight"))
+            .otherwise(pl.when("fits").then(pl.lit("fits")).otherwise(pl.lit("does not fit")))
+        )
         .otherwise(pl.col("outcome").replace(OUTCOMES)),
         estimated="estimated_bytes",
         traced="peak_allocated_bytes",
@@ -46,35 +77,27 @@ def decision(frame: pl.DataFrame) -> GT:
         replay_checkpoints="replay_checkpoints",
         verdict="verdict",
     )
+    shown = _known(shown, "published", "step_time")
     source = frame["replay_source"][0]
+    peaks = [name for name in ("estimated", "traced", "published") if name in shown.columns]
+    changes = [name for name in ("step_time", "replay_share") if name in shown.columns]
     first = [place for place, rank in enumerate(shown["rank"].to_list()) if rank == 1]
     return (
         _table(shown, "decision")
-        .tab_spanner("Peak on one rank, GiB", columns=["estimated", "traced", "published"])
+        .tab_spanner("Peak on one rank, GiB", columns=peaks)
         .tab_spanner(
             f"Replay per step, {source}, lower bound",
             columns=["replay_time", "replay_share", "replay_flops", "replay_checkpoints"],
         )
-        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=["estimated", "traced", "published"])
+        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=peaks)
         .fmt(_number(lambda nbytes: _signed(nbytes / GIB, 3).lstrip("+")), columns="saved")
-        .fmt(_number(lambda change: _signed(change * 100, 1)), columns=["step_time", "replay_share"])
+        .fmt(_number(lambda change: _signed(change * 100, 1)), columns=changes)
         .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
         .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
         .sub_missing(missing_text=_NONE)
-        .cols_label(
-            candidate="Recompute",
-            rank="Try",
-            fits="Fits",
-            saved="Saved, GiB (traced)",
-            step_time="Step time, % (published)",
-            replay_time="ms",
-            replay_share="% of step",
-            replay_flops="TFLOP",
-            replay_checkpoints="regions",
-            verdict="Verdict",
-        )
+        .cols_label({name: label for name, label in _DECISION.items() if name in shown.columns})
         .cols_align("left", columns=["candidate", "fits", "verdict"])
-        .cols_align("right", columns=["rank", "step_time", "replay_share", "replay_checkpoints"])
+        .cols_align("right", columns=["rank", *changes, "replay_checkpoints"])
         .tab_style(style.text(weight="600"), loc.body(rows=first))
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["candidate", "fits"]))
         .tab_style(style.css("min-width: 14em; white-space: normal"), loc.body(columns="verdict"))
@@ -113,29 +136,21 @@ def accuracy(cells: pl.DataFrame) -> GT:
         traced_retained="traced_retained",
         retained_difference=(pl.col("estimated_retained") / pl.col("traced_retained") - 1).fill_nan(None),
     )
-    gib = ["published_peak", "traced_peak", "estimated_peak", "traced_static", "traced_retained"]
+    shown = _known(shown, "published_peak", "traced_error", "estimated_error")
+    peaks = [name for name in shown.columns if name.endswith(("_peak", "_error"))]
+    errors = [name for name in peaks if name.endswith("_error")]
+    gib = [name for name in (*peaks, "traced_static", "traced_retained") if name not in errors]
     return (
         _table(shown, "accuracy")
-        .tab_spanner("Peak, GiB, and its distance from published, %", columns=shown.columns[1:6])
+        .tab_spanner(f"Peak, GiB{', and its distance from published, %' if errors else ''}", columns=peaks)
         .tab_spanner("Between steps", columns=["traced_static", "static_difference"])
         .tab_spanner("Retained by forward", columns=["traced_retained", "retained_difference"])
         .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)
-        .fmt(_number(lambda error: _signed(error * 100, 2)), columns=["traced_error", "estimated_error"])
+        .fmt(_number(lambda error: _signed(error * 100, 2)), columns=errors)
         .fmt(_number(lambda nbytes: _signed(nbytes / MIB, 1)), columns="static_difference")
         .fmt(_number(lambda error: _signed(error * 100, 2)), columns="retained_difference")
         .sub_missing(missing_text=_NONE)
-        .cols_label(
-            candidate="Recompute",
-            published_peak="published",
-            traced_peak="traced",
-            traced_error="traced, %",
-            estimated_peak="estimated",
-            estimated_error="estimated, %",
-            traced_static="traced, GiB",
-            static_difference="estimated less traced, MiB",
-            traced_retained="traced, GiB",
-            retained_difference="estimated against traced, %",
-        )
+        .cols_label({name: _ACCURACY[name] for name in shown.columns})
         .cols_align("left", columns="candidate")
         .cols_align("right", columns=shown.columns[1:])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns="candidate"))
@@ -270,6 +285,11 @@ def contract(frame: pl.DataFrame) -> GT:
 
 def _labelled(frame: pl.DataFrame) -> pl.DataFrame:
     return relabelled(frame, display_labels(frame["candidate"]))
+
+
+def _known(frame: pl.DataFrame, *names: str) -> pl.DataFrame:
+    """The frame without those of the columns that say nothing: where nothing is published."""
+    return frame.drop(name for name in names if frame[name].is_null().all())
 
 
 def _number[T: (int, float)](text: Callable[[T], str]) -> Callable[[T | None], str]:

@@ -83,11 +83,12 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
         choices = _choices(rows, control)
         constrained = limit.stated or control["peak_allocated_bytes"] >= limit.bytes
         said = _within(choices, limit) if constrained else [*_by_efficiency(choices), _fitting(choices, limit)]
-        said += _tight(choices, limit)
+        said[1:1] = _tight(choices, limit)
     decided = {choice.label: choice for choice in choices}
     for row in rows:
         choice = decided.get(row["candidate"])
         row["fits"] = None if row["peak_allocated_bytes"] is None else row["peak_allocated_bytes"] < limit.bytes
+        row["tight"] = row["fits"] and (row["peak_reserved_bytes"] or 0) >= limit.bytes
         row["rank"] = None if choice is None else choice.rank
         row["verdict"] = _unfinished(row) if choice is None else choice.verdict
         if row["differs_in"]:
@@ -248,12 +249,13 @@ def _fitting(choices: Sequence[_Choice], limit: Limit) -> str:
 
 def _tight(choices: Sequence[_Choice], limit: Limit) -> list[str]:
     """Choices that stay below the limit only if the allocator gives cached blocks back."""
-    tight = [choice.label for choice in choices if choice.peak < limit.bytes <= choice.reserved]
+    tight = [choice for choice in choices if choice.peak < limit.bytes <= choice.reserved]
     if not tight:
         return []
+    segments = _gib(max(choice.reserved for choice in tight))
     return [
-        f"{_and(tight)}: tight, since the allocator would hold more than {limit} in segments unless it gives cached "
-        "blocks back."
+        f"{_and([choice.label for choice in tight])}: tight by fragmentation, since the allocator would hold "
+        f"{segments} in segments, more than {limit}, unless it gives cached blocks back."
     ]
 
 
@@ -282,6 +284,7 @@ def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
         "replay_flops": pl.Int64,
         "replay_checkpoints": pl.Int64,
         "fits": pl.Boolean,
+        "tight": pl.Boolean,
         "verdict": pl.String,
         "rank": pl.Int64,
     }

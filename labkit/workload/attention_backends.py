@@ -41,6 +41,11 @@ def attention_backend(workload: "Workload") -> Backend:
     return next((backend for backend in preferred if backend_refusal(workload, backend) is None), "unfused")
 
 
+def keeps_no_scores(workload: "Workload") -> bool:
+    """Whether core attention keeps nothing that label `core_attn` could save."""
+    return attention_backend(workload) != "unfused" and workload.training.runtime == "megatron"
+
+
 def backend_refusal(workload: "Workload", backend: Backend) -> Refusal | None:
     """Why the workload cannot have a kernel; None where it can."""
     single = workload.training.precision == "fp32"

@@ -115,6 +115,24 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else str(problem)
 
 
+def workload_file(path: Path) -> Path:
+    """The path of a workload; of a name that is no file, that of a workload that ships with labkit.
+
+    Raises:
+        InputError: a name that is neither.
+    """
+    name = str(path)
+    if path.exists() or path.suffix or path.name != name:
+        return path
+    known = {each.stem: each for each in (data_directory() / "workloads").glob("*.yaml")}
+    if name in known:
+        return known[name]
+    shown = name[:80]
+    if (data_directory() / "models" / f"{shown}.yaml").is_file():
+        raise InputError(f"{shown}: this is a model; write a workload file with `model: {shown}` (docs/workload.md)")
+    raise InputError(f"{shown}: there is no such file, and no such workload in data/workloads{nearest(shown, known)}")
+
+
 def model_mapping(name: str, source: str, folder: Path) -> dict[str, Any]:
     """The mapping of a model that ships with labkit (`data/models/NAME.yaml`), or of a YAML file.
 

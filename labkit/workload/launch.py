@@ -17,6 +17,8 @@ FIELD_OF_VARIABLE = {
     "PYTORCH_ALLOC_CONF": "training.allocator",
 }
 """Variables that another field of a workload says."""
+RESERVED_ALONE = ("--empty-unused-memory-level",)
+"""Options that decide what the allocator reserves, and no peak of what is allocated."""
 _OPTION = re.compile(r"--[A-Za-z0-9]+([-_][A-Za-z0-9]+)*")
 
 
@@ -53,6 +55,11 @@ class Launch(Part):
     """Each an option of Megatron-LM with its values: `--log-params-norm`, `--fp8-format hybrid`."""
     environment: Many[Annotated[_Text, AfterValidator(_variable)]] = Field(default=(), max_length=100)
     """Each `NAME=value`."""
+
+    @property
+    def not_priced(self) -> list[str]:
+        """The arguments that may decide the peak, which an estimate leaves out."""
+        return [option for option in self.arguments if not option.startswith(RESERVED_ALONE)]
 
     @property
     def words(self) -> list[str]:

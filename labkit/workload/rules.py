@@ -7,7 +7,7 @@ that is theirs names the field they reject.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from labkit.workload.attention_backends import attention_backend
+from labkit.workload.attention_backends import attention_backend, keeps_no_scores
 from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, MEGATRON_FSDP_SINCE, version_tuple
 from labkit.workload.caching import allocator_findings
@@ -56,8 +56,8 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     if model.mixture_of_experts is not None and not workload.training.kernels.moe_grouped_gemm:
         reason = "experts one after the other are priced as one grouped GEMM"
         yield Finding("warning", "training.kernels.moe_grouped_gemm", reason, remedy)
-    if workload.launch is not None and workload.launch.arguments:
-        reason = f"an estimate does not price {', '.join(workload.launch.arguments)}"
+    if workload.launch is not None and workload.launch.not_priced:
+        reason = f"an estimate does not price {', '.join(workload.launch.not_priced)}"
         yield Finding("warning", "launch.arguments", reason, remedy)
 
 
@@ -359,22 +359,27 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
     kinds = {layer.mlp for layer in workload.model.kinds}
     backend = attention_backend(workload)
+    # Layers of Transformer Engine have norms of their own where no linear norms its input (`gpt_layer_specs`).
+    local = workload.launch is not None and not {"--transformer-impl", "--spec"}.isdisjoint(workload.launch.words)
+    normed = local or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
     idle = {
         "core_attn": (
-            backend != "unfused" and workload.training.runtime == "megatron",
-            f"{backend} attention already keeps no scores",
+            keeps_no_scores(workload),
+            f"{backend} attention already keeps no scores, and backward runs it again",
         ),
+        "layernorm": (not normed, "the layers' norms are parts of the linears behind them, which it does not reach"),
         "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
         "moe": ("moe" not in kinds, "the model has no MoE layer"),
         "moe_act": ("moe" not in kinds, "the model has no MoE layer"),
         "shared_experts": (not shared, "the model has no shared expert"),
     }
+    stated = workload.recompute.recompute_modules is not None
     for label in sorted(labels & idle.keys()):
         inactive, reason = idle[label]
         if inactive:
             yield Finding(
                 "warning",
                 "recompute.recompute_modules",
-                f"{label} saves nothing: {reason}",
-                f"remove {label}",
+                f"{label} saves {'next to ' if label == 'core_attn' else ''}nothing: {reason}",
+                f"remove {label}" if stated else "set recompute_modules: []",
             )

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from labkit.errors import InputError, nearest
 from labkit.workload.base import Part
 from labkit.workload.batch import Batch
-from labkit.workload.files import load_mapping, model_mapping
+from labkit.workload.files import load_mapping, model_mapping, workload_file
 from labkit.workload.finding import Finding
 from labkit.workload.launch import Launch
 from labkit.workload.model import Model
@@ -48,14 +48,15 @@ class Workload(Part):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a workload from a YAML file.
+        """Read a workload from a YAML file; the name of one in `data/workloads` will do.
 
         Raises:
             InputError: the file cannot be read, is not YAML, or describes no workload that can run.
         """
-        data = load_mapping(Path(path))
+        path = workload_file(Path(path))
+        data = load_mapping(path)
         if isinstance(data.get("model"), str):
-            data["model"] = model_mapping(data["model"], str(path), Path(path).parent)
+            data["model"] = model_mapping(data["model"], str(path), path.parent)
         return cls.from_mapping(data, source=str(path))
 
     @classmethod

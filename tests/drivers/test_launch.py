@@ -7,6 +7,7 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError, LabkitError
 from labkit.workload import Launch
 from tests.small import small
+from tests.test_docs import launches
 
 
 def launched(*arguments: str, environment: tuple[str, ...] = ()) -> Workload:
@@ -26,6 +27,25 @@ def test_frozen_layers_keep_no_gradients(server: TraceServer) -> None:
     plain, frozen = server.run(small()), server.run(launched("--freeze-all-layers"))
     assert frozen.ledger.between_steps().total() < plain.ledger.between_steps().total()
     assert frozen.peak_allocated_bytes < plain.peak_allocated_bytes
+
+
+def test_blocks_given_back_each_step_leave_less_reserved(server: TraceServer) -> None:
+    workload, launch = (
+        small(batch__seq_length=8192, model__vocab_size=32000),
+        Launch(arguments=("--empty-unused-memory-level 2",)),
+    )
+    plain, emptied = server.run(workload), server.run(workload.model_copy(update={"launch": launch}))
+    assert plain.peak_reserved_bytes is not None
+    assert emptied.peak_reserved_bytes is not None
+    assert emptied.peak_reserved_bytes < plain.peak_reserved_bytes
+    assert [p.peak_tensor_bytes for p in emptied.summary.phases] == [p.peak_tensor_bytes for p in plain.summary.phases]
+    assert not emptied.summary.warnings
+
+
+@pytest.mark.parametrize("section", launches(), ids=lambda section: section["arguments"][-1])
+def test_launches_of_the_documents_are_traced(server: TraceServer, section: dict[str, list[str]]) -> None:
+    mapping = small(recompute__recompute_modules=["moe_act"]).model_dump(mode="json", exclude_unset=True)
+    assert server.run(Workload.from_mapping(mapping | {"launch": section})).peak_allocated_bytes
 
 
 @pytest.mark.parametrize(

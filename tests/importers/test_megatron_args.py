@@ -62,6 +62,7 @@ LINES = {
 CARRIED = {
     "sharded": f"{DENSE} --use-megatron-fsdp --load here --no-load-optim --log-params-norm --log-throughput",
     "other": f"{DENSE} --use-transformer-engine-op-fuser --load here --log-params-norm",
+    "unknown": f"{DENSE} --use-megatron-fsdp --load $UNSET --save $UNSET/x",
 }
 """What no field says: `launch` carries it."""
 REFUSED = {
@@ -210,9 +211,13 @@ def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[s
 
 
 def test_loading_and_norms_matter_to_megatron_fsdp_alone(found: dict[str, Found]) -> None:
-    sharded, other = ({*found[name]["workload"]["launch"]["arguments"]} for name in CARRIED)
+    sharded, other, _ = ({*found[name]["workload"]["launch"]["arguments"]} for name in CARRIED)
     assert sharded == {"--use-megatron-fsdp", "--load here", "--no-load-optim", "--log-params-norm"}
     assert other == {"--use-transformer-engine-op-fuser"}
+    why = "needs $UNSET, which is not set"
+    unknown = found["unknown"]
+    assert unknown["not_expressed"] == [f"--load: decides memory with --use-megatron-fsdp, and {why}"]
+    assert unknown["assumed"] == [f"left out, as it decides no memory: --save ({why})"]
 
 
 def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:
@@ -253,8 +258,10 @@ def test_command_writes_a_workload_whole(tmp_path: Path) -> None:
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False
     )
     lost = "not priced: --fp8-format hybrid: FP8 copies of weights and activations; taken as bf16 throughout"
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", f"labkit: {lost}\n")
-    assert output.read_text().startswith(f"# {lost}\n")
+    unknown = "assumed: left out, as it decides no memory: --data-path "
+    unknown += "(needs ${1}, which is given when the script is called), --train-iters (needs $ITERS, which is not set)"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", f"labkit: {unknown}\nlabkit: {lost}\n")
+    assert output.read_text().startswith(f"# {unknown}\n# {lost}\n")
     workload = Workload.load(output)
     assert (workload.model.name, workload.parallelism.world_size) == ("my-run", 4)
     stated = yaml.safe_load(output.read_text())

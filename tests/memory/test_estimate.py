@@ -139,6 +139,16 @@ def test_a_norm_linear_keeps_its_whole_input_gradient_until_it_returns() -> None
         assert (gradient.dies < dummy.born) == sequence_parallel
 
 
+def test_attention_run_again_for_nothing_is_said_with_its_cost() -> None:
+    changes = {"model__multi_latent_attention": None, "batch__seq_length": 2048}
+    without = estimate(small(**changes))
+    estimated = estimate(small(**changes, recompute__recompute_modules=["core_attn"]))
+    more = estimated.outline.peak_bytes - without.outline.peak_bytes
+    assert more > 0
+    assert f"core_attn adds {more / 2**30:.3f} GiB to the peak and runs" in estimated.summary.warnings[-1]
+    assert not without.summary.warnings
+
+
 def test_rows_that_depend_on_routing_say_so(control: Estimate) -> None:
     by_certainty: dict[str, int] = {}
     for row in control.ledger.retained().rows:

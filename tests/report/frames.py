@@ -156,6 +156,7 @@ def decision(of: pl.DataFrame) -> pl.DataFrame:
                 "replay_seconds": own["estimated"]["replay_seconds"],
                 "replay_flops": own["estimated"]["replay_flops"],
                 "fits": traced["outcome"] == "ok",
+                "tight": False,
                 "verdict": traced["failure"]
                 or ("Try first: most saved per replayed second." if candidate in order else "No gain."),
                 "rank": order.get(candidate),

@@ -53,6 +53,22 @@ def test_accuracy_lacks_only_what_was_not_published() -> None:
     assert rows["[moe]"][2] != "–"
 
 
+def test_nothing_published_is_no_columns() -> None:
+    cells = (
+        frames.cells().filter(pl.col("source") != "published").with_columns(error_vs_published=pl.lit(None, pl.Float64))
+    )
+    for table in (tables.decision(frames.decision(cells)), tables.accuracy(cells)):
+        assert "ublished" not in table.as_raw_html()
+    (control, *_) = body(tables.accuracy(cells))
+    assert control == ["[]", "34.175", "34.049", "20.996", "0.0", "8.382", "0.00"]
+    assert all("–" not in row[:6] for row in body(tables.decision(frames.decision(cells)))[1:2])
+
+
+def test_what_fits_but_for_fragmentation_is_called_tight() -> None:
+    frame = frames.decision(frames.cells()).with_columns(tight=pl.col("candidate") == "[moe_act]")
+    assert [row[2] for row in body(tables.decision(frame))][:3] == ["fits", "fits, tight", "fits"]
+
+
 def test_asked_lists_the_fields_that_were_stated() -> None:
     workload = {
         "model": {"name": "tiny", "qk_layernorm": True, "mixture_of_experts": {"moe_layer_freq": [0, 1, 1, 1]}},

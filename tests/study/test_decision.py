@@ -88,8 +88,12 @@ def test_a_traced_replay_takes_the_estimates_place() -> None:
 
 def test_what_fits_only_without_cached_blocks_is_called_tight() -> None:
     changed = frame(MOONLIGHT, moe_act={"peak_reserved_bytes": 80 * GIB}, mla_up_proj={"peak_reserved_bytes": 70 * GIB})
-    (sentence,) = [sentence for sentence in decide(changed, H100).sentences if "tight" in sentence]
-    assert sentence.startswith("[moe_act]: tight")
+    decision = decide(changed, H100)
+    assert decision.sentences[1] == (
+        "[moe_act]: tight by fragmentation, since the allocator would hold 80.00 GiB in segments, more than H100 "
+        "(79.10 GiB), unless it gives cached blocks back."
+    )
+    assert decision.frame.filter("tight")["candidate"].to_list() == ["[moe_act]"]
 
 
 def test_one_missing_step_time_prices_everything_by_the_estimate() -> None:

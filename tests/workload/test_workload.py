@@ -259,7 +259,13 @@ def test_unreadable_files_are_input_errors(tmp_path: Path) -> None:
 def test_choices_that_do_nothing_are_warned_about(moonlight: Workload) -> None:
     idle = moonlight.with_recompute(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
     assert [finding.severity for finding in idle.findings] == ["warning"]
-    assert "core_attn saves nothing" in str(idle.findings[0])
+    assert "core_attn saves next to nothing" in str(idle.findings[0])
+    normed = moonlight.with_recompute(recompute_granularity="selective", recompute_modules=["layernorm"])
+    assert not normed.findings
+    data = changed(normed, model__multi_latent_attention=None, **DENSE)
+    (finding,) = Workload.from_mapping(data).findings
+    assert "layernorm saves nothing: the layers' norms are parts of the linears behind them" in str(finding)
+    assert not Workload.from_mapping(data | {"launch": {"arguments": ["--transformer-impl local"]}}).findings[1:]
 
 
 def test_full_recompute_supersedes_the_list(moonlight: Workload) -> None:

@@ -32,7 +32,8 @@ class Trace(Result):
         peak_reserved_bytes: int | None,
         measurement: Measurement,
     ) -> None:
-        super().__init__(workload, rank, lambda: Written(ledger, peak_reserved_bytes))
+        fragmentation = measurement.environment.get("fragmentation", "")
+        super().__init__(workload, rank, lambda: Written(ledger, peak_reserved_bytes, fragmentation))
         self.measurement = measurement
         """The contract's record of the same run; of every rank that was traced with this one."""
 

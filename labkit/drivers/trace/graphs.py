@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from labkit.drivers.trace.cuda_surface import Stream, on_stream
-from labkit.drivers.trace.patches import NOTHING, Replacement, installed
+from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.drivers.trace.tracker import StorageTracker
 
 type _Pool = tuple[int, int]
@@ -93,6 +93,7 @@ def replacements(tracker: StorageTracker) -> Iterator[Replacement]:
     from megatron.core.transformer import cuda_graphs
     from transformer_engine.pytorch import graph
 
+    yield Replacement(torch.cuda, "empty_cache", tracker.empty_cache, "nothing: what is cached goes back to the GPU")
     private = "the memory of what runs while it is captured, from a pool of its own"
     yield Replacement(torch.cuda, "CUDAGraph", CUDAGraph, private)
     yield Replacement(torch.cuda, "graph", Capture.into, private)
@@ -127,18 +128,9 @@ def _own_captures(tracker: StorageTracker, record: Any) -> Replacement:
     def create_cudagraphs(_record: Any) -> Any:
         if record.cudagraph_record and not record.cudagraph_created:
             tracker.phase(tracker.moments[-1].iteration, "capture")
-            with emptying_cache(tracker):
-                return original()
         return original()
 
     return Replacement(record, "_create_cudagraphs", classmethod(create_cudagraphs), NOTHING)
-
-
-@contextmanager
-def emptying_cache(tracker: StorageTracker) -> Iterator[None]:
-    """`torch.cuda.empty_cache` is heard, which makes room for a graph's pool before it is captured."""
-    with installed([Replacement(torch.cuda, "empty_cache", tracker.empty_cache, NOTHING)]):
-        yield
 
 
 def _weak(tracker: StorageTracker) -> Callable[[Any], Any]:

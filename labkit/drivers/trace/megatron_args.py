@@ -87,7 +87,7 @@ def read(
 ) -> tuple[argparse.Namespace, argparse.ArgumentParser, dict[str, Any], Any, dict[str, list[str]]]:
     """The validated arguments, their parser, those given that are not the default, Megatron's configuration, words.
 
-    The words are those of each argument that was given, by `dest`.
+    The words are those of each argument that was given, by `dest`; a silent one whose value is not known is not read.
 
     Raises:
         InputError: Megatron refuses them, or they are not all known.
@@ -107,7 +107,7 @@ def read(
         parsers.append(parser)
         groups = _known(request["arguments"], parser, request["silent"])
         written.update((action.dest, words) for action, words in groups if action is not None)
-        return [word for _, words in groups for word in words]
+        return [word for _, words in groups for word in words if not any(map(_GAP.search, words))]
 
     with _one_sentence("Megatron's parser"):
         namespace = parse(find, lambda message: _shown(message, 400))
@@ -141,7 +141,7 @@ def _environment(environment: dict[str, str], words: list[str]) -> dict[str, str
 def _known(
     words: list[str], parser: argparse.ArgumentParser, silent: list[str]
 ) -> list[tuple[argparse.Action | None, list[str]]]:
-    """Each option and its words, without silent options whose value is not known.
+    """Each option and its words, those of silent options whose value is not known with a gap in them.
 
     Raises:
         InputError: an option does not exist or cannot be imported, or one that matters has a value that is not known.
@@ -158,11 +158,10 @@ def _known(
         found = _GAP.search(" ".join(group))
         if found and (action is None or not any(fnmatchcase(action.dest, pattern) for pattern in silent)):
             raise InputError(f"{name if action else 'an argument'} needs {found.group(1)}")
-        if not found:
-            if action is not None:
-                values = [*filter(None, [group[0].partition("=")[2]]), *group[1:]]
-                _check(name, action, values[:1] if action.nargs is None else values)
-            kept.append((action, group))
+        if not found and action is not None:
+            values = [*filter(None, [group[0].partition("=")[2]]), *group[1:]]
+            _check(name, action, values[:1] if action.nargs is None else values)
+        kept.append((action, group))
     return kept
 
 

@@ -234,8 +234,7 @@ def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:
         gc.collect()
         step.run()
     if graphs_by == "transformer_engine":
-        with graphs.emptying_cache(tracker):
-            step.capture()
+        step.capture()
     for _ in range(0 if graphs_by == "none" else _STEPS_WITH_GRAPHS):
         step.run()
 
@@ -275,6 +274,7 @@ def _trace(
         )
         for peak in ledger.phase_peaks()
     ]
+    fragmentation = simulated.fragmentation(lambda event: tracker.allocations[tracker.events[event][0] - 1].phase)
     measurement = Measurement(
         driver="trace",
         workload=workload,
@@ -298,6 +298,7 @@ def _trace(
             "allocator": f"CUDACachingAllocator simulated, {workload.training.allocator.label}",
             "routing": (workload.routing or Routing()).kind,
             **({"mended": "; ".join(sorted(mended))} if mended else {}),
+            **({"fragmentation": fragmentation} if fragmentation else {}),
         },
         source="Megatron Core and Transformer Engine run on tensors without data, every allocation booked",
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
