@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import import_module
 from megatron.training.arguments import parse_args, validate_args
 from pydantic import TypeAdapter, ValidationError
 
+from labkit.drivers.options import check_values, groups, refused, refusing
 from labkit.errors import InputError
 from labkit.workload import Model, Parallelism, Workload
 from labkit.workload.base import Part
@@ -55,8 +57,8 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
     `num_microbatches` a step, which may be fewer than the workload's where memory alone counts.
 
     Raises:
-        InputError: an option of `launch` does not exist, or a field of the workload expresses it.
-        AssertionError, ValueError: Megatron's validator refuses the workload.
+        InputError: an option of `launch` does not exist or has a wrong value, a field of the workload expresses it,
+            or Megatron's validator refuses the workload.
     """
     words = [] if workload.launch is None else workload.launch.words
     launched: dict[str, str] = {}
@@ -66,12 +68,18 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         launched.update((options[name].dest, name) for name in names if name in options)
         for name in launched.keys() & _NO_PART_OF_A_STEP:
             raise InputError(f"launch.arguments: {launched[name]} is no part of a training step; leave it out")
+        for group in groups(words):
+            if (action := options.get(group[0].partition("=")[0])) is not None:
+                try:
+                    check_values(action, group)
+                except InputError as error:
+                    raise InputError(f"launch.arguments: {error}") from None
         return words
 
     namespace = parse(find, lambda message: f"launch.arguments: {message[:300]}")
     for name in launched.keys() & _OTHER_NAMES.keys():
         raise InputError(f"launch.arguments: {launched[name]} is what {_OTHER_NAMES[name]} says; change it there")
-    if "spec" in launched and namespace.spec and not namespace.spec[0].startswith(_LAYERS):
+    if "spec" in launched and namespace.spec and not _layers(namespace.spec):
         raise InputError(
             f"launch.arguments: --spec names no layers of {_LAYERS}*, which alone are traced; leave it out"
         )
@@ -84,8 +92,17 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
             )
     if namespace.fp16:
         namespace.bf16 = False
-    validate(namespace)
+    with refusing(refused(workload)):
+        validate(namespace)
     return namespace
+
+
+def _layers(spec: list[str]) -> Any:
+    """What `--spec` names, as Megatron imports it; nothing if that is none of Megatron Core's."""
+    try:
+        return spec[0].startswith(_LAYERS) and import_module(tuple(spec))
+    except (KeyError, ValueError):
+        return None
 
 
 def _has_field(name: str, launched: Any, said: Any) -> bool:

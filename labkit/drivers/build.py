@@ -26,6 +26,7 @@ from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 from megatron.training.models import gpt
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 
+from labkit.drivers.options import refused, refusing
 from labkit.workload import Workload
 
 ACTIVATIONS = {
@@ -59,12 +60,16 @@ def transformer_config(workload: Workload, arguments: argparse.Namespace) -> Tra
 
 
 def build_model(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
-    """The rank's share of the model on the current device, in the training precision: its pipeline chunks in order."""
-    config = transformer_config(workload, arguments)
-    hybrid = workload.model.hybrid_layer_pattern is not None
-    described = (hybrid_config_from_args if hybrid else gpt_config_from_args)(arguments, config)
-    builder = described.get_builder_cls()(described)
-    with _predicting_after_any_layer():
+    """The rank's share of the model on the current device, in the training precision: its pipeline chunks in order.
+
+    Raises:
+        InputError: Megatron Core's configuration or layers refuse the workload.
+    """
+    with refusing(refused(workload), (AssertionError, ValueError)), _predicting_after_any_layer():
+        config = transformer_config(workload, arguments)
+        hybrid = workload.model.hybrid_layer_pattern is not None
+        described = (hybrid_config_from_args if hybrid else gpt_config_from_args)(arguments, config)
+        builder = described.get_builder_cls()(described)
         chunks: list[Any] = builder.build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
         )

@@ -15,7 +15,7 @@ from labkit.study.store import Store, Stored
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
-    from labkit.drivers.trace.server import Limits
+    from labkit.drivers.trace.server import Limits, TraceServer
 
 
 class Study:
@@ -90,7 +90,7 @@ class Study:
             The state of the chosen cells afterwards.
 
         Raises:
-            InputError: an unknown label, or fewer than one worker.
+            InputError: an unknown label, fewer than one worker, or launch arguments that Megatron refuses.
             WorkError: the store cannot be written.
             KeyboardInterrupt: interrupted; what was finished is stored.
         """
@@ -110,7 +110,11 @@ class Study:
 
                     on_event = stack.enter_context(show_progress(self.matrix.title, len(missing)))
                 if driver is None:
-                    driver = stack.enter_context(TraceServer(workers, limits)).run_stages
+                    server = stack.enter_context(TraceServer(workers, limits))
+                    for cell in missing:
+                        if cell.candidate.workload.launch is not None:
+                            self._check(cell, server)
+                    driver = server.run_stages
                 run_cells(
                     missing,
                     self.store,
@@ -121,6 +125,13 @@ class Study:
                     abort=stack.close,
                 )
         return self._status(cells)
+
+    def _check(self, cell: Cell, server: "TraceServer") -> None:
+        """Before anything is written; what fields say has passed labkit's rules, launch arguments Megatron knows."""
+        try:
+            server.check(cell.candidate.workload)
+        except InputError as error:
+            raise InputError(f"{self.path}: {cell.candidate.label}: {error}") from None
 
     def status(self) -> StudyStatus:
         """The state of every cell; reads and verifies each file, writes nothing."""

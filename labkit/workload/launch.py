@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
+from labkit.errors import nearest
 from labkit.workload.base import Many, Part
+from labkit.workload.megatron_options import OPTIONS
 
 READ_FROM_ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA_DEVICE|CUDA_GRAPHS|CUBLAS|MAMBA|PYTORCH_(CUDA_)?ALLOC)_\w+")
 """Variables that Megatron's validator, Megatron Core, Transformer Engine or PyTorch read, and that load nothing."""
@@ -29,6 +31,9 @@ def _option(text: str) -> str:
         raise ValueError(f"a quote is not closed in {text[:80]!r}") from error
     if not words or not _OPTION.fullmatch(words[0].partition("=")[0]):
         raise ValueError("should be an option and its values, such as '--fp8-format hybrid'")
+    option = words[0].partition("=")[0]
+    if option not in OPTIONS:
+        raise ValueError(f"Megatron-LM 0.19 has no {option[:80]}{nearest(option[:80], OPTIONS)}")
     if any(word.startswith("--") for word in words[1:]):
         raise ValueError(f"should be one option with its values, not several: {text[:80]!r}")
     return text

@@ -177,7 +177,7 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
         return f"{where}: {shown(given)} is not allowed{close}"
     if problem["type"] in ("dict_type", "model_type"):
         return f"{where}: should be a mapping of keys to values (got {shown(problem['input'])})"
-    said = problem["msg"]
+    said = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {said[0].lower()}{said[1:]} (got {shown(problem['input'])})"
 
 

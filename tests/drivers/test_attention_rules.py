@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from labkit.drivers.trace.server import TraceServer
-from labkit.errors import InputError, WorkError
+from labkit.errors import InputError, LabkitError
 from labkit.workload import Workload
 from tests.memory.grid import attention
 
@@ -113,7 +113,7 @@ def mapping(changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("changes", [changes for changes, _ in REFUSED])
 def test_what_labkit_refuses_megatron_refuses(server: TraceServer, changes: dict[str, Any]) -> None:
-    with pytest.raises(WorkError):
+    with pytest.raises(LabkitError):
         server.run(Workload.unchecked(mapping(changes)))
 
 

@@ -1,10 +1,14 @@
 """What a launch carries beyond the fields of a workload: traced as Megatron-LM takes it."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from labkit import Workload
 from labkit.drivers.trace.server import TraceServer
-from labkit.errors import InputError, LabkitError
+from labkit.errors import InputError
+from labkit.study import Study
 from labkit.workload import Launch
 from tests.small import small
 from tests.test_docs import launches
@@ -51,25 +55,46 @@ def test_launches_of_the_documents_are_traced(server: TraceServer, section: dict
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--no-such-thing", "launch.arguments: unrecognized arguments: --no-such-thing"),
         ("--num-layers 3", "launch.arguments: --num-layers is what a field of the workload says"),
         ("--attention-backend unfused", "--attention-backend is what a field of the workload says"),
         ("--recompute-activations", "--recompute-activations is what recompute says"),
         ("--padded-vocab-size 5000", "--padded-vocab-size is what model.vocab_size says"),
         ("--yaml-cfg x.yaml", "--yaml-cfg is no part of a training step"),
         ("--spec os system", "--spec names no layers of megatron.core"),
+        ("--spec megatron.core.models.gpt.gpt_layer_specs nope", "--spec names no layers of megatron.core"),
         ("--lr x", "launch.arguments: argument --lr: invalid float value: 'x'"),
+        ("--fp8-recipe x", "launch.arguments: argument --fp8-recipe: invalid choice: 'x'"),
+        ("--moe-use-upcycling", "launch.arguments: Megatron refuses them: When using upcycling"),
+        ("--delay-wgrad-compute", "launch.arguments: Megatron refuses them: overlap_moe_expert_parallel_comm must"),
+        ("--transformer-impl local", "launch.arguments: Megatron refuses them: persist_layer_norm not supported"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(server: TraceServer, argument: str, said: str) -> None:
-    with pytest.raises(LabkitError, match=said):
+    with pytest.raises(InputError, match=said):
         server.run(launched(argument))
+
+
+def test_wrong_arguments_are_found_without_a_trace(server: TraceServer) -> None:
+    server.check(launched("--log-params-norm"))
+    with pytest.raises(InputError, match=r"small: launch.arguments: Megatron refuses them: When using upcycling"):
+        server.check(launched("--moe-use-upcycling"))
+
+
+def test_a_study_with_wrong_arguments_begins_nothing(server: TraceServer, tmp_path: Path) -> None:
+    base = launched("--fp8-recipe x").model_dump(mode="json", exclude_unset=True)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    stated = {"name": "s", "title": "s", "base": base, "control": {}, "candidates": [{"recompute": full}]}
+    (tmp_path / "s.yaml").write_text(json.dumps(stated))
+    study = Study.load(tmp_path / "s.yaml")
+    with pytest.raises(InputError, match=r"s\.yaml: \[\]: small: launch.arguments: argument --fp8-recipe"):
+        study._check(study.cells[0], server)
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
         ({"arguments": ["num-layers 3"]}, "should be an option and its values"),
+        ({"arguments": ["--log-param-norm"]}, "has no --log-param-norm; did you mean '--log-params-norm'?"),
         ({"arguments": ["--lr 1 --seed 2"]}, "should be one option with its values"),
         ({"arguments": ["--lr '1"]}, "a quote is not closed"),
         ({"environment": ["LD_PRELOAD=x.so"]}, "'LD_PRELOAD' is no variable"),

@@ -66,6 +66,7 @@ def known_names() -> dict[str, Any]:
     parser = add_megatron_arguments(argparse.ArgumentParser())
     return {
         "arguments": [action.dest for action in parser._actions],
+        "options": [option for option in parser._option_string_actions if option.startswith("--")],
         "configuration": [field.name for field in dataclasses.fields(MLATransformerConfig)],
     }
 

@@ -20,6 +20,7 @@ from labkit.importers.fields import _MEANING, EXPRESSED
 from labkit.importers.megatron import import_megatron
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
+from labkit.workload.megatron_options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 JOBS = {
@@ -134,6 +135,7 @@ def test_every_name_is_one_of_megatrons(found: dict[str, Found]) -> None:
     assert EXPRESSED - known == set()
     assert {name for name in EXPRESSED & set(arguments) if decides_no_memory(name)} == set()
     assert _MEANING.keys() - set(arguments) == set()
+    assert set(found["names"]["options"]) == OPTIONS
 
 
 @pytest.mark.parametrize("name", [*JOBS, *LINES])

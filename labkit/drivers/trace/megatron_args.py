@@ -8,7 +8,6 @@ Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
 """
 
 import argparse
-import ast
 import dataclasses
 import enum
 import json
@@ -16,21 +15,15 @@ import math
 import os
 import re
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from types import FunctionType
 from typing import Any
 
-from labkit.errors import InputError, nearest
+from labkit.drivers.options import check_values, groups, nearest_option, refusing, shown
+from labkit.errors import InputError
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
-from labkit.workload.pipeline_layout import layout_stages
 
 _GAP = re.compile("\0([^\0]*)\0")
-_MOST_ENTRIES = 2**16
 _ELSEWHERE = {
     "yaml_cfg": "write what that file says as arguments",
     "heterogeneous_layers_config_path": "labkit has no models whose layers differ that way",
@@ -109,7 +102,7 @@ def read(
         written.update((action.dest, words) for action, words in groups if action is not None)
         return [word for _, words in groups for word in words if not any(map(_GAP.search, words))]
 
-    with _one_sentence("Megatron's parser"):
+    with refusing("Megatron's parser refuses the arguments"):
         namespace = parse(find, lambda message: _shown(message, 400))
     (parser,) = parsers
     given = {name: value for name, value in vars(namespace).items() if value != parser.get_default(name)}
@@ -121,7 +114,7 @@ def read(
             setattr(namespace, name, parser.get_default(name))
     if request["world_size"] is None:
         namespace.world_size = _smallest_world(namespace)
-    with _one_sentence("Megatron's validator"):
+    with refusing("Megatron's validator refuses the arguments"):
         validate(namespace)
         config = core_transformer_config_from_args(namespace)
     return namespace, parser, given, config, written
@@ -148,89 +141,20 @@ def _known(
     """
     options = parser._option_string_actions
     kept: list[tuple[argparse.Action | None, list[str]]] = []
-    for group in _groups(words):
+    for group in groups(words):
         name = group[0].partition("=")[0]
         action = options.get(name)
         if name.startswith("--") and action is None:
-            raise InputError(f"unknown argument {_shown(name)}{_nearest(name[:80], list(options))}")
+            raise InputError(f"unknown argument {_shown(name)}{nearest_option(name, options)}")
         if action is not None and action.dest in _ELSEWHERE:
             raise InputError(f"{name} cannot be imported; {_ELSEWHERE[action.dest]}")
         found = _GAP.search(" ".join(group))
         if found and (action is None or not any(fnmatchcase(action.dest, pattern) for pattern in silent)):
             raise InputError(f"{name if action else 'an argument'} needs {found.group(1)}")
         if not found and action is not None:
-            values = [*filter(None, [group[0].partition("=")[2]]), *group[1:]]
-            _check(name, action, values[:1] if action.nargs is None else values)
+            check_values(action, group)
         kept.append((action, group))
     return kept
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else "; Megatron Core 0.19 has none like it"
-
-
-def _groups(words: list[str]) -> list[list[str]]:
-    """Each option with its values."""
-    groups: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not groups:
-            groups.append([word])
-        else:
-            groups[-1].append(word)
-    return groups
-
-
-def _check(name: str, action: argparse.Action, values: list[str]) -> None:
-    """Look at what Megatron writes out, which may be more than memory holds, and at what it has no sentence for.
-
-    Raises:
-        InputError: a value stands for too much, or is none of those that Megatron knows.
-    """
-    for value in values:
-        try:
-            if action.dest == "pipeline_model_parallel_layout":
-                layout_stages(value)
-            elif getattr(action.type, "__name__", "").endswith("_freq_type") and "[" in value:
-                _check_list(value)
-            elif isinstance(action.type, FunctionType):
-                action.type(value)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise InputError(f"{name} {_shown(value)}: {error}") from None
-        except KeyError:  # some look into an enumeration
-            names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
-            raise InputError(f"{name} {_shown(value)}: there is none{nearest(value[:80], names)}") from None
-
-
-def _check_list(text: str) -> None:
-    """Megatron evaluates lists such as `([0]*3+[1]*5)`; a short one may stand for more than memory holds.
-
-    Raises:
-        ValueError: it does, or is none.
-    """
-    try:
-        _size(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError("it is no list such as ([0]*1+[1]*3), or too long") from None
-
-
-def _size(node: ast.expr) -> int:
-    """The value of a number, or the length of a list.
-
-    Raises:
-        ValueError: it is neither, or too large.
-    """
-    size: int | None = None
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        size = node.value
-    elif isinstance(node, ast.List | ast.Tuple):
-        size = max(len(node.elts), *(_size(element) for element in node.elts), 0)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _size(node.left), _size(node.right)
-        size = left + right if isinstance(node.op, ast.Add) else left * right
-    if size is None or size > _MOST_ENTRIES:
-        raise ValueError
-    return size
 
 
 def _smallest_world(namespace: argparse.Namespace) -> int:
@@ -242,30 +166,8 @@ def _smallest_world(namespace: argparse.Namespace) -> int:
     return max(math.lcm(dense, experts), 1)
 
 
-@contextmanager
-def _one_sentence(who: str) -> Iterator[None]:
-    """Whatever Megatron says when it refuses becomes an `InputError`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever Megatron raises)
-        raise InputError(f"{who} refuses the arguments: {_said(error)}") from None
-
-
-def _said(error: BaseException) -> str:
-    """What an exception says, or the line that raised it."""
-    said = "" if isinstance(error, SystemExit) else str(error)
-    if not said.strip():
-        frames = traceback.extract_tb(error.__traceback__)
-        said = (frames[-1].line or "") if frames else ""
-    kind = "" if isinstance(error, AssertionError | ValueError | SystemExit) else f"{type(error).__name__}: "
-    return kind + _shown(said, 400)
-
-
 def _shown(text: str, most: int = 80) -> str:
-    line = " ".join(_GAP.sub("...", text).split())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return shown(_GAP.sub("...", text), most)
 
 
 def plain(value: Any) -> Any:

@@ -5,9 +5,10 @@ leaves behind (`fake_cuda`) must not reach the user's process; a trace that dies
 `multiprocessing`: its children import the user's script, which need not guard itself.
 
 Protocol, one JSON object a line. To the worker (`labkit.drivers.trace.worker`): `{"id", "workload", "rank",
-"result", "seconds", "memory_bytes"}` with the path the result goes to and the limits, or `{"id", "stop"}`. From it:
-`{"id", "phase": [iteration, name]}` as a trace proceeds, then `{"id", "done": true}` or `{"id", "error": "what
-happened"}`, with an `outcome` where it is none of the workload's doing. The worker has a process group of its own and
+"result", "seconds", "memory_bytes"}` with the path the result goes to (null to have the workload looked at alone) and
+the limits, or `{"id", "stop"}`. From it: `{"id", "phase": [iteration, name]}` as a trace proceeds, then
+`{"id", "done": true}` or `{"id", "error": "what happened"}`, with `mistake` where Megatron refuses what the workload
+says, with an `outcome` where it is none of the workload's doing. The worker has a process group of its own and
 kills that group when its standard input ends, which happens when the process that started it dies, however it dies.
 """
 
@@ -125,7 +126,7 @@ class TraceServer:
         The ranks of a pipeline stage follow each other: stage s begins with rank s * world_size / pp.
 
         Raises:
-            InputError: there is no such rank, or there are too many.
+            InputError: there is no such rank, there are too many, or Megatron refuses the workload.
             Unfinished: the trace failed, was ended at its limits, or cannot trace that; one sentence says in which
                 phase and why.
         """
@@ -142,6 +143,21 @@ class TraceServer:
         """
         stages = differing_stages(workload)
         return self._run(workload, {workload.parallelism.first_rank(like[0]): like for like in stages}, on_phase)
+
+    def check(self, workload: Workload) -> None:
+        """Have Megatron's parser, validator and configuration look at a workload, in a second.
+
+        Raises:
+            InputError: they refuse it.
+            WorkError: the server ended.
+        """
+        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._asking(answers) as ask:
+            ask(workload, 0, None)
+            answer = answers.get()
+        if "error" in answer:
+            kind = InputError if "mistake" in answer else WorkError
+            raise kind(f"{workload.model.name}: {answer['error']}")
 
     def _run(
         self, workload: Workload, stages: Mapping[int, tuple[int, ...]], on_phase: PhaseCallback | None
@@ -165,6 +181,8 @@ class TraceServer:
                     iteration, phases[rank] = answer["phase"]
                     if on_phase is not None:
                         on_phase(iteration, phases[rank] + where)
+                elif "mistake" in answer:
+                    raise InputError(f"{workload.model.name}: {answer['error']}")
                 elif "error" in answer:
                     outcome = answer.get("outcome", "failed")
                     ended = "was ended" if outcome in ("timed_out", "out_of_host_memory") else "failed"
@@ -180,11 +198,13 @@ class TraceServer:
         return fullest.among(sorted(records, key=lambda record: record.rank), time.monotonic() - began)
 
     @contextlib.contextmanager
-    def _asking(self, answers: "queue.SimpleQueue[dict[str, Any]]") -> Iterator[Callable[[Workload, int, Path], int]]:
+    def _asking(
+        self, answers: "queue.SimpleQueue[dict[str, Any]]"
+    ) -> Iterator[Callable[[Workload, int, Path | None], int]]:
         """Requests that share a queue of answers; those that are not over by then are stopped."""
         asked: list[int] = []
 
-        def ask(workload: Workload, rank: int, result: Path) -> int:
+        def ask(workload: Workload, rank: int, result: Path | None) -> int:
             asked.append(self._ask(workload, rank, result, answers))
             return asked[-1]
 
@@ -203,7 +223,9 @@ class TraceServer:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _ask(self, workload: Workload, rank: int, result: Path, answers: "queue.SimpleQueue[dict[str, Any]]") -> int:
+    def _ask(
+        self, workload: Workload, rank: int, result: Path | None, answers: "queue.SimpleQueue[dict[str, Any]]"
+    ) -> int:
         with self._lock:
             if self._process is not None and not self.alive and not self._closed and self._restarts < _RESTARTS:
                 self._restarts += 1
@@ -217,7 +239,7 @@ class TraceServer:
             self._last += 1
             identity = self._last
             self._answers[identity] = _Waiting(process, answers)
-            request = {"workload": workload.model_dump(mode="json"), "rank": rank, "result": str(result)}
+            request = {"workload": workload.model_dump(mode="json"), "rank": rank, "result": result and str(result)}
             try:
                 self._tell({"id": identity, **request, **self._limits._asdict()})
             except (OSError, ValueError):  # a broken pipe, or one that `close` has closed

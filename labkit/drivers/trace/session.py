@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
-from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.drivers.contract import Measurement, PhasePeak, RankRecord, Unfinished
 from labkit.drivers.environment import variables
 from labkit.drivers.trace import (
     compiled,
@@ -39,7 +39,7 @@ from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.versions import trace_versions
 from labkit.drivers.trace.work import WorkCounter, counted_by
 from labkit.drivers.watch import Watch
-from labkit.errors import InputError, WorkError
+from labkit.errors import WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Routing, Workload
 from labkit.workload.gpu import GPUS
@@ -70,6 +70,7 @@ def trace_here(
     Once a process: libraries keep workspaces and caches as long as it lives, and a second trace would miss them.
 
     Raises:
+        InputError: Megatron refuses the workload.
         WorkError: this process has traced before, or has used the real Transformer Engine.
     """
     if next(_calls):
@@ -120,6 +121,22 @@ def trace_here(
         built = _run(workload, tracker, iterations, phase)
         # Before Megatron takes its groups and buffers down, which is no part of a step.
         return _trace(workload, rank, tracker, built, mended, time.monotonic() - started)
+
+
+def check_here(workload: Workload) -> None:
+    """Let Megatron's parser, validator and configuration look at what the workload says; builds nothing.
+
+    Raises:
+        InputError: they refuse it.
+    """
+    with fake_cuda(GPUS[workload.training.gpu]), _process_group(workload, 0):
+        from labkit.drivers import build
+        from labkit.drivers.arguments import megatron_arguments
+        from labkit.drivers.options import refused, refusing
+
+        arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
+        with refusing(refused(workload)):
+            build.transformer_config(workload, arguments)
 
 
 @contextmanager
@@ -247,7 +264,8 @@ def _refuse_graphs(workload: Workload, arguments: argparse.Namespace) -> None:
         refused = "captures every micro-batch of a pipeline, and a trace runs only as many as differ"
     if refused is not None:
         impl = f"launch.arguments: --cuda-graph-impl {arguments.cuda_graph_impl}"
-        raise InputError(f"{impl} {refused}; leave it out to trace the same step without CUDA graphs")
+        reason = f"{impl} {refused}; leave it out to trace the same step without CUDA graphs"
+        raise Unfinished(reason, "unsupported", "setup")
 
 
 def _buffers(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:

@@ -190,21 +190,27 @@ def _fork(request: dict[str, Any], answers: int) -> int:
 
 
 def _work(request: dict[str, Any], answers: int) -> int:
+    from labkit.drivers.contract import Unfinished
     from labkit.drivers.trace.results import dump
-    from labkit.drivers.trace.session import trace_here
+    from labkit.drivers.trace.session import check_here, trace_here
     from labkit.errors import InputError, LabkitError
     from labkit.workload import Workload
 
     identity = request["id"]
+
+    def tell(iteration: int, phase: str) -> None:
+        _say(answers, identity, phase=[iteration, phase])
+
     try:
-        trace = trace_here(
-            Workload.unchecked(request["workload"]),
-            request["rank"],
-            on_phase=lambda iteration, phase: _say(answers, identity, phase=[iteration, phase]),
-        )
-        dump(trace, Path(request["result"]))
+        workload = Workload.unchecked(request["workload"])
+        if request["result"] is None:
+            check_here(workload)
+        else:
+            dump(trace_here(workload, request["rank"], on_phase=tell), Path(request["result"]))
+    except InputError as error:
+        _say(answers, identity, error=str(error), mistake=True)
     except LabkitError as error:
-        outcome = {"outcome": "unsupported"} if isinstance(error, InputError) else {}
+        outcome = {"outcome": error.outcome} if isinstance(error, Unfinished) else {}
         _say(answers, identity, error=str(error), **outcome)
     except Exception as error:  # noqa: BLE001 (whatever Megatron raises becomes one sentence)
         text = str(error).strip().splitlines()
