@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -85,6 +85,10 @@ StageOption = Annotated[
 ]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Ranks traced at once.", show_default="2, or 1 on one CPU")
+]
+DriverOption = Annotated[
+    Literal["trace", "cuda"] | None,
+    typer.Option("--driver", help="Only the cells of this driver.", show_default="all that can run here"),
 ]
 TimeLimitOption = Annotated[
     int,
@@ -189,8 +193,9 @@ def study_run(
     *,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate; may be repeated."),
+        typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate or setting; may be repeated."),
     ] = None,
+    driver: DriverOption = None,
     force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
     workers: WorkersOption = None,
     time_limit: TimeLimitOption = 600,
@@ -201,7 +206,7 @@ def study_run(
     """Make the missing results of a study. Stop it as you like: what is finished is kept."""
     opened = _open(study, store)
     limits = _limits(time_limit, memory_limit)
-    status = opened.run(only or (), force=force, workers=workers, limits=limits)
+    status = opened.run(only or (), drivers=[driver] if driver else (), force=force, workers=workers, limits=limits)
     _show(status, json)
     if status.count("failed"):
         raise typer.Exit(1)

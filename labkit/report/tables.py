@@ -16,14 +16,13 @@ from labkit.report.theme import FONT, PALETTES
 from labkit.workload.gpu import GIB, MIB
 
 _NONE = "–"
+_PEAKS = ("estimated", "traced", "measured", "published")
 
 
 _DECISION = {
     "candidate": "Recompute",
     "rank": "Try",
     "fits": "Fits",
-    "saved": "Saved, GiB (traced)",
-    "step_time": "Step time, % (published)",
     "replay_time": "ms",
     "replay_share": "% of step",
     "replay_flops": "TFLOP",
@@ -49,26 +48,26 @@ def decision(frame: pl.DataFrame) -> GT:
     """The decision table: one row per candidate, the control first, then in the order to try.
 
     Args:
-        frame: a study's `decision` frame: candidate, outcome, peak_allocated_bytes (traced), estimated_bytes,
-            published_bytes, saved_bytes (traced), step_time_change (fraction), step_bound_change (fraction of the
-            control's lower bound), replay_source, replay_seconds, replay_flops, replay_checkpoints, fits, tight
-            (it fits, the allocator's segments do not), verdict, rank.
+        frame: a study's `decision` frame: candidate, setting, is_control, evidence (source of the peaks that decide),
+            outcome, estimated_bytes, traced_bytes, measured_bytes, published_bytes, saved_bytes, step_time_source,
+            step_time_change (fraction), step_bound_change (fraction of the control's lower bound), replay_source,
+            replay_seconds, replay_flops, replay_checkpoints, fits, tight (it fits, the allocator's segments do not),
+            verdict, rank.
     """
-    control = pl.int_range(pl.len()) == 0
-    rows = _labelled(frame).sort(~control, pl.col("rank"), nulls_last=True, maintain_order=True)
+    place = pl.col("setting").rle_id()
+    rows = _labelled(frame).sort(place, ~pl.col("is_control"), "rank", nulls_last=True, maintain_order=True)
     shown = rows.select(
         "candidate",
         "rank",
-        fits=pl.when(pl.col("outcome") == "ok")
+        pl.when(pl.col("outcome") == "ok")
         .then(
             pl.when("tight")
             .then(pl.lit("fits, tight"))
             .otherwise(pl.when("fits").then(pl.lit("fits")).otherwise(pl.lit("does not fit")))
         )
-        .otherwise(pl.col("outcome").replace(OUTCOMES)),
-        estimated="estimated_bytes",
-        traced="peak_allocated_bytes",
-        published="published_bytes",
+        .otherwise(pl.col("outcome").replace(OUTCOMES))
+        .alias("fits"),
+        *(pl.col(f"{name}_bytes").alias(name) for name in _PEAKS),
         saved="saved_bytes",
         step_time="step_time_change",
         replay_time="replay_seconds",
@@ -77,9 +76,10 @@ def decision(frame: pl.DataFrame) -> GT:
         replay_checkpoints="replay_checkpoints",
         verdict="verdict",
     )
-    shown = _known(shown, "published", "step_time")
-    source = frame["replay_source"][0]
-    peaks = [name for name in ("estimated", "traced", "published") if name in shown.columns]
+    shown = _known(shown, "traced", "measured", "published", "step_time")
+    source, evidence, clock = (frame[name][0] for name in ("replay_source", "evidence", "step_time_source"))
+    labels = {**_DECISION, "saved": f"Saved, GiB ({evidence})", "step_time": f"Step time, % ({clock})"}
+    peaks = [name for name in _PEAKS if name in shown.columns]
     changes = [name for name in ("step_time", "replay_share") if name in shown.columns]
     first = [place for place, rank in enumerate(shown["rank"].to_list()) if rank == 1]
     return (
@@ -95,7 +95,7 @@ def decision(frame: pl.DataFrame) -> GT:
         .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
         .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
         .sub_missing(missing_text=_NONE)
-        .cols_label({name: label for name, label in _DECISION.items() if name in shown.columns})
+        .cols_label({name: label for name, label in labels.items() if name in shown.columns})
         .cols_align("left", columns=["candidate", "fits", "verdict"])
         .cols_align("right", columns=["rank", *changes, "replay_checkpoints"])
         .tab_style(style.text(weight="600"), loc.body(rows=first))
@@ -196,12 +196,13 @@ def ranks(frame: pl.DataFrame) -> GT:
     """The traced ranks of each choice: what they hold between steps and at their peaks.
 
     Args:
-        frame: a study's `ranks` frame: candidate, stages, rank, parameters, between_steps_bytes,
+        frame: a study's `ranks` frame: candidate, source, stages, rank, parameters, between_steps_bytes,
             first_step_peak_bytes, steady_peak_bytes, peak_reserved_bytes.
     """
     sizes = ["between_steps_bytes", "first_step_peak_bytes", "steady_peak_bytes", "peak_reserved_bytes"]
     shown = _labelled(frame).select(
         "candidate",
+        "source",
         pl.col("stages").replace("", _NONE),
         "rank",
         pl.col("parameters") / 10**6,
@@ -214,6 +215,7 @@ def ranks(frame: pl.DataFrame) -> GT:
         .sub_missing(missing_text=_NONE)
         .cols_label(
             candidate="Recompute",
+            source="Source",
             stages="Pipeline stages",
             rank="Rank",
             parameters="Parameters, millions",
@@ -222,7 +224,7 @@ def ranks(frame: pl.DataFrame) -> GT:
             steady_peak_bytes="Later steps, GiB",
             peak_reserved_bytes="Reserved, GiB",
         )
-        .cols_align("left", columns=["candidate", "stages"])
+        .cols_align("left", columns=["candidate", "source", "stages"])
         .cols_align("right", columns=["rank", "parameters", *sizes])
     )
 

@@ -46,6 +46,7 @@ class Look(NamedTuple):
 SOURCES: dict[str, Look] = {
     "estimated": Look("#e69f00", "diamond"),
     "traced": Look("#0072b2", "circle"),
+    "measured": Look("#cc79a7", "triangle-up"),
     "published": Look("#009e73", "square"),
 }
 """Where a figure comes from, in the order charts and tables show it."""

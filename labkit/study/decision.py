@@ -1,8 +1,9 @@
 """Which recompute choice to try first, and why, in plain language.
 
-Peaks are the traced ones. What a choice costs is the measured increase of the step time where every choice has one
-(published figures), else a lower bound for what backward replays: the trace's, or the estimator's where a trace has not
-counted it. The sentences say which.
+Peaks are those measured on GPUs where every choice was, else the traced ones. What a choice costs is the increase of
+the step time where every choice has one (measured, else published), else a lower bound: for what backward replays, the
+trace's, or the estimator's where a trace has not counted it; for the whole step where a choice is another one than the
+recompute choice. The sentences say which.
 
 With a target (stated, or the GPU's memory when the control does not fit it): the cheapest choice that meets it.
 Without: a choice that another one undercuts at no higher peak is out; the rest are ranked by bytes saved per second.
@@ -25,6 +26,7 @@ _WITHOUT_ACTIVATIONS = {"setup": "setup", "grad_sync": "gradient synchronisation
 
 
 _REPLAY = {"traced": "traced replay at the GPU's full speed", "estimated": "estimated replay time"}
+_STEP = "the traced step at the GPU's full speed"
 
 
 class Decision(NamedTuple):
@@ -78,11 +80,15 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
     control = next(row for row in rows if row["is_control"])
     choices: list[_Choice] = []
     if control["outcome"] != "ok":
-        said = [f"The control {control['candidate']} has no traced result, so nothing can be compared yet."]
+        said = [f"The control {control['candidate']} has no {control['evidence']} result: nothing can be compared yet."]
     else:
         choices = _choices(rows, control)
         constrained = limit.stated or control["peak_allocated_bytes"] >= limit.bytes
-        said = _within(choices, limit) if constrained else [*_by_efficiency(choices), _fitting(choices, limit)]
+        if constrained:
+            said = _within(choices, limit)
+        else:
+            evidence = control["evidence"]
+            said = [*_by_efficiency(choices, evidence), _fitting(choices, limit, evidence)]
         said[1:1] = _tight(choices, limit)
     decided = {choice.label: choice for choice in choices}
     for row in rows:
@@ -92,63 +98,97 @@ def decide(cells: "pl.DataFrame", limit: Limit) -> Decision:
         row["rank"] = None if choice is None else choice.rank
         row["verdict"] = _unfinished(row) if choice is None else choice.verdict
         if row["differs_in"]:
-            row["verdict"] += f"; not matched, also changes {row['differs_in']}"
+            row["verdict"] += f"; not matched, changes several choices at once ({row['differs_in']})"
     said += [f"{warnings}." for warnings in dict.fromkeys(row["warnings"] for row in rows) if warnings]
     said += _alike((row["candidate"], row["verdict"]) for row in rows if row["outcome"] != "ok" or row["differs_in"])
+    unmatched = [row["candidate"] for row in rows if row["differs_in"]]
+    if unmatched:
+        said.append(
+            f"This study is not matched: {len(unmatched)} of its {len(rows) - 1} candidates change more than one "
+            "choice against the control, so that their differences have no single cause."
+        )
     return Decision(_frame(rows), tuple(said))
 
 
 def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
     """The figures of each candidate side by side, in study order."""
     by_source = {(row["candidate"], row["source"]): row for row in cells.iter_rows(named=True)}
+    labels = list(dict.fromkeys(cells["candidate"]))
+    evidence = _evidence(by_source, labels)
     passed = [row for (_, source), row in by_source.items() if source == "traced" and row["outcome"] == "ok"]
     # One source for all, or they could not be ranked.
-    source = "traced" if passed and all(row["replay_seconds"] is not None for row in passed) else "estimated"
+    replayed = "traced" if passed and all(row["replay_seconds"] is not None for row in passed) else "estimated"
     rows = []
-    for label in dict.fromkeys(cells["candidate"]):
-        traced, estimated, replay = (by_source[label, name] for name in ("traced", "estimated", source))
-        published = by_source.get((label, "published"), {})
+    for label in labels:
+        found, estimated = by_source[label, evidence], by_source[label, "estimated"]
+        traced, measured, published = (by_source.get((label, name), {}) for name in ("traced", "measured", "published"))
+        replay = estimated if replayed == "estimated" else traced
         rows.append(
             {
                 "candidate": label,
-                "is_control": traced["is_control"],
-                "outcome": traced["outcome"],
-                "peak_allocated_bytes": traced["peak_allocated_bytes"],
+                "setting": found["setting"],
+                "is_control": found["is_control"],
+                "evidence": evidence,
+                "outcome": found["outcome"],
+                "peak_allocated_bytes": found["peak_allocated_bytes"],
                 "estimated_bytes": estimated["peak_allocated_bytes"],
+                "traced_bytes": traced.get("peak_allocated_bytes"),
+                "measured_bytes": measured.get("peak_allocated_bytes"),
                 "published_bytes": published.get("peak_allocated_bytes"),
-                "peak_reserved_bytes": traced["peak_reserved_bytes"],
-                "saved_bytes": traced["saved_bytes"],
-                "peak_phase": traced["peak_phase"],
-                "step_time_ms": published.get("step_time_ms"),
-                "replay_source": source,
-                "replay_seconds": replay["replay_seconds"],
-                "replay_flops": replay["replay_flops"],
-                "replay_checkpoints": replay["replay_checkpoints"],
-                "step_seconds": replay["step_seconds"],
-                "differs_in": traced["differs_in"],
-                "warnings": traced["warnings"],
+                "peak_reserved_bytes": found["peak_reserved_bytes"],
+                "saved_bytes": found["saved_bytes"],
+                "peak_phase": found["peak_phase"],
+                "measured_ms": measured.get("step_time_ms"),
+                "published_ms": published.get("step_time_ms"),
+                "replay_source": replayed,
+                "replay_seconds": replay.get("replay_seconds"),
+                "replay_flops": replay.get("replay_flops"),
+                "replay_checkpoints": replay.get("replay_checkpoints"),
+                "step_seconds": replay.get("step_seconds"),
+                "changes": found["changes"],
+                "differs_in": found["differs_in"],
+                "warnings": found["warnings"],
             }
         )
     control = next(row for row in rows if row["is_control"])
+    clock = next((name for name in ("measured", "published") if _complete(rows, f"{name}_ms")), "published")
     for row in rows:
+        row["step_time_source"], row["step_time_ms"] = clock, row[f"{clock}_ms"]
         for change, time in (("step_time_change", "step_time_ms"), ("step_bound_change", "step_seconds")):
             row[change] = row[time] / control[time] - 1 if row[time] and control[time] else None
     return rows
 
 
+def _evidence(by_source: dict[tuple[str, str], dict[str, Any]], labels: Sequence[str]) -> str:
+    """Whose peaks decide: the GPUs' if they have run every choice, or nothing has been traced."""
+    if (labels[0], "traced") not in by_source:
+        return "measured"
+    measured = [by_source.get((label, "measured"), {}).get("outcome", "missing") for label in labels]
+    return "traced" if "missing" in measured else "measured"
+
+
+def _complete(rows: Sequence[dict[str, Any]], figure: str) -> bool:
+    """Every choice that passed has the figure, and some did."""
+    passed = [row for row in rows if row["outcome"] == "ok"]
+    return bool(passed) and all(row[figure] for row in passed)
+
+
 def _choices(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> list[_Choice]:
     """What passed, priced; one source of cost for all, or they could not be ranked."""
-    measured = all(row["step_time_ms"] for row in rows)
+    passed = [row for row in rows if row["outcome"] == "ok"]
+    timed = _complete(rows, "step_time_ms")
+    # What another layout or length costs is not in what backward replays.
+    whole_step = any(row["changes"] not in (None, "recompute") for row in passed) and _complete(rows, "step_seconds")
     choices = []
-    for row in rows:
-        if row["outcome"] != "ok":
-            continue
-        if measured:
+    for row in passed:
+        if timed:
             milliseconds = row["step_time_ms"] - control["step_time_ms"]
-            price = f"{milliseconds:.1f} ms a step ({row['step_time_change']:+.1%}, published step time)"
+            source = f"{row['step_time_source']} step time"
+            price = f"{milliseconds:.1f} ms a step ({row['step_time_change']:+.1%}, {source})"
         else:
-            milliseconds = (row["replay_seconds"] - control["replay_seconds"]) * 1e3
-            price = f"{milliseconds:.1f} ms a step ({_REPLAY[row['replay_source']]}, a lower bound)"
+            time, source = ("step_seconds", _STEP) if whole_step else ("replay_seconds", _REPLAY[row["replay_source"]])
+            milliseconds = (row[time] - control[time]) * 1e3
+            price = f"{milliseconds:.1f} ms a step ({source}, a lower bound)"
         choices.append(
             _Choice(
                 label=row["candidate"],
@@ -185,7 +225,7 @@ def _within(choices: Sequence[_Choice], limit: Limit) -> list[str]:
     ]
 
 
-def _by_efficiency(choices: Sequence[_Choice]) -> list[str]:
+def _by_efficiency(choices: Sequence[_Choice], evidence: str) -> list[str]:
     """Drop what saves nothing or is undercut, rank the rest by bytes saved per second."""
     control = next(choice for choice in choices if choice.is_control)
     margin = MATERIAL * control.peak
@@ -209,7 +249,7 @@ def _by_efficiency(choices: Sequence[_Choice]) -> list[str]:
         choice.rank = position + 1
         choice.verdict = "try first" if choice is best else f"fewer bytes saved per second than {best.label}"
     return [
-        f"Try {best.label} first: it lowers the traced peak from {_gib(control.peak)} to {_gib(best.peak)} "
+        f"Try {best.label} first: it lowers the {evidence} peak from {_gib(control.peak)} to {_gib(best.peak)} "
         f"(-{_gib(best.saved)}) for {best.price}.",
         *(f"{choice.label} saves {_gib(choice.saved)} for {choice.price}." for choice in front[1:]),
         *_alike((choice.label, choice.verdict) for choice in candidates if choice not in front),
@@ -236,13 +276,13 @@ def _floor(lowest: _Choice, savers: Sequence[_Choice]) -> list[str]:
     ]
 
 
-def _fitting(choices: Sequence[_Choice], limit: Limit) -> str:
+def _fitting(choices: Sequence[_Choice], limit: Limit, evidence: str) -> str:
     too_large = [choice.label for choice in choices if choice.peak >= limit.bytes]
     if too_large:
         return f"{_and(too_large)}: larger than {limit}."
     spare = limit.bytes - next(choice.peak for choice in choices if choice.is_control)
     return (
-        f"Every traced choice fits {limit}, the control with {_gib(spare)} to spare: unless that memory is needed, "
+        f"Every {evidence} choice fits {limit}, the control with {_gib(spare)} to spare: unless that memory is needed, "
         "nothing has to be recomputed."
     )
 
@@ -262,7 +302,9 @@ def _tight(choices: Sequence[_Choice], limit: Limit) -> list[str]:
 def _unfinished(row: dict[str, Any]) -> str:
     if row["outcome"] == "ok":
         return "not compared, the control is missing"
-    return "not traced" if row["outcome"] == "missing" else f"{row['outcome'].replace('_', ' ')}, not compared"
+    return (
+        f"not {row['evidence']}" if row["outcome"] == "missing" else f"{row['outcome'].replace('_', ' ')}, not compared"
+    )
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
@@ -270,13 +312,18 @@ def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
 
     schema = {
         "candidate": pl.String,
+        "setting": pl.String,
         "is_control": pl.Boolean,
+        "evidence": pl.String,
         "outcome": pl.String,
         "peak_allocated_bytes": pl.Int64,
         "estimated_bytes": pl.Int64,
+        "traced_bytes": pl.Int64,
+        "measured_bytes": pl.Int64,
         "published_bytes": pl.Int64,
         "saved_bytes": pl.Int64,
         "peak_phase": pl.String,
+        "step_time_source": pl.String,
         "step_time_change": pl.Float64,
         "step_bound_change": pl.Float64,
         "replay_source": pl.String,

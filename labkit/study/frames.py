@@ -1,29 +1,33 @@
 """A study's results as polars frames: all that reports and notebooks read.
 
-Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estimated`, `traced` or `published`.
+Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estimated`, `traced`, `measured` (on GPUs) or
+`published`. Repeated cells of a candidate are one row: the largest peak, the median step.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from labkit.drivers.contract import Measurement
+from labkit.drivers.contract import DriverName, Measurement
 from labkit.ledger import Ledger
 from labkit.study.status import reason
 from labkit.summary import CATEGORIES, Result, category, spans
 from labkit.work import WorkRow, replay, total
 
 if TYPE_CHECKING:
-    from labkit.study.results import CandidateResult, Results
+    from labkit.study.results import CandidateResult, CellResult, Results
 
 CELLS = {
     "candidate": pl.String,
+    "setting": pl.String,
     "is_control": pl.Boolean,
     "source": pl.String,
+    "repetitions": pl.Int64,
     "outcome": pl.String,
     "failure": pl.String,
     "peak_allocated_bytes": pl.Int64,
@@ -33,12 +37,15 @@ CELLS = {
     "retained_bytes": pl.Int64,
     "peak_reserved_bytes": pl.Int64,
     "step_time_ms": pl.Float64,
+    "step_time_low_ms": pl.Float64,
+    "step_time_high_ms": pl.Float64,
     "tflops_per_gpu": pl.Float64,
     "replay_flops": pl.Int64,
     "replay_hbm_bytes": pl.Int64,
     "replay_seconds": pl.Float64,
     "replay_checkpoints": pl.Int64,
     "step_seconds": pl.Float64,
+    "changes": pl.String,
     "differs_in": pl.String,
     "warnings": pl.String,
     "saved_bytes": pl.Int64,
@@ -46,8 +53,10 @@ CELLS = {
 }
 """`replay_...`: what backward runs again each step; a trace has counted it (`labkit.work`), an estimate adds it up.
 `step_seconds`: of all that the step does, a lower bound like `replay_seconds`; of a trace both are those of the slowest
-pipeline stage. `differs_in`: fields outside the recompute choice in which a candidate differs from the control, so that
-it is not matched; null if none. `warnings`: why some of its choices do nothing. `saved_bytes`: the control's peak less
+pipeline stage. `setting`: of a sweep, which one; each has a control of its own. `repetitions`: results behind a row;
+null where nothing was run. `step_time_low_ms` and `..._high_ms`: of all steady steps. `changes`: the choices in which a
+candidate differs from its control; `differs_in`: the same where they are several, so that it is not matched, else null.
+`warnings`: why some of its choices do nothing. `saved_bytes`: the control's peak less
 its own, both of one source.
 `error_vs_published`: (own peak - published peak) / published peak."""
 
@@ -64,6 +73,7 @@ TIMELINE = {
 PEAKS = {"candidate": pl.String, "source": pl.String, "position": pl.Float64, "phase": pl.String, "bytes": pl.Int64}
 RANKS = {
     "candidate": pl.String,
+    "source": pl.String,
     "rank": pl.Int64,
     "stages": pl.String,
     "parameters": pl.Int64,
@@ -95,20 +105,25 @@ def cells(results: "Results") -> pl.DataFrame:
         idle = [finding.reason for finding in candidate.workload.findings if finding.severity == "warning"]
         common = {
             "candidate": candidate.label,
+            "setting": candidate.setting,
             "is_control": candidate.is_control,
+            "changes": ", ".join(candidate.changes) or None,
             "differs_in": ", ".join(candidate.differs_in) or None,
             "warnings": "; ".join(idle) or None,
         }
         rows.append({**common, "source": "estimated", "outcome": "ok", **_held(result.estimate), **_replay(result)})
-        rows.append({**common, "source": "traced", **_traced(result)})
+        if traced := result.by("trace"):
+            rows.append({**common, "source": "traced", **_traced(traced[0])})
+        if measured := result.by("cuda"):
+            rows.append({**common, "source": "measured", **_measured(measured)})
         if result.published is not None:
             rows.append({**common, "source": "published", **_recorded(result.published)})
     raw = pl.DataFrame(rows, schema={name: kind for name, kind in CELLS.items() if name not in _COMPARED})
-    control = raw.filter("is_control").select("source", control_bytes="peak_allocated_bytes")
+    control = raw.filter("is_control").select("setting", "source", control_bytes="peak_allocated_bytes")
     published = raw.filter(pl.col("source") == "published").select("candidate", published_bytes="peak_allocated_bytes")
     peak = pl.col("peak_allocated_bytes")
     return (
-        raw.join(control, on="source", how="left", maintain_order="left")
+        raw.join(control, on=["setting", "source"], how="left", maintain_order="left")
         .join(published, on="candidate", how="left", maintain_order="left")
         .with_columns(
             saved_bytes=pl.col("control_bytes") - peak,
@@ -119,6 +134,7 @@ def cells(results: "Results") -> pl.DataFrame:
 
 
 _COMPARED = ("saved_bytes", "error_vs_published")
+_SOURCES: dict[DriverName, str] = {"trace": "traced", "cuda": "measured", "published": "published"}
 
 
 def _held(result: Result) -> dict[str, Any]:
@@ -157,12 +173,44 @@ def _worked(works: Sequence[Sequence[WorkRow]]) -> dict[str, Any]:
     }
 
 
-def _traced(result: "CandidateResult") -> dict[str, Any]:
-    if result.traced is not None:
-        return {"outcome": "ok", **_held(result.traced), **_worked(result.traced.works)}
-    if result.measurement is not None and result.measurement.failure is not None:
-        return {"outcome": result.measurement.outcome, "failure": reason(result.measurement.failure)}
-    return {"outcome": "missing", "failure": result.status.detail or None}
+def _traced(run: "CellResult") -> dict[str, Any]:
+    if run.traced is not None:
+        return {"outcome": "ok", "repetitions": 1, **_held(run.traced), **_worked(run.traced.works)}
+    return _unfinished([run])
+
+
+def _measured(runs: "Sequence[CellResult]") -> dict[str, Any]:
+    """Of all repetitions; one that did not pass makes the whole no result, since the next may end like it."""
+    made = [run.measurement for run in runs if run.measurement is not None]
+    if not made or any(each.outcome != "ok" for each in made):
+        return _unfinished(runs)
+    worst = max((rank for each in made for rank in each.ranks), key=lambda rank: rank.peak.peak_allocated_bytes)
+    steps = [time for each in made for time in each.step_times_ms]
+    rates = [each.tflops_per_gpu for each in made if each.tflops_per_gpu is not None]
+    return {
+        "outcome": "ok",
+        "repetitions": len(made),
+        "peak_allocated_bytes": worst.peak.peak_allocated_bytes,
+        "peak_phase": worst.peak.phase,
+        "between_steps_bytes": worst.between_steps_bytes,
+        "retained_bytes": worst.retained_bytes,
+        "peak_reserved_bytes": max(rank.peak_reserved_bytes or 0 for each in made for rank in each.ranks) or None,
+        "step_time_ms": median(steps) if steps else None,
+        "step_time_low_ms": min(steps, default=None),
+        "step_time_high_ms": max(steps, default=None),
+        "tflops_per_gpu": median(rates) if rates else None,
+    }
+
+
+def _unfinished(runs: "Sequence[CellResult]") -> dict[str, Any]:
+    """Of cells of which one did not pass, or none was made."""
+    made = [run.measurement for run in runs if run.measurement is not None]
+    failed = next((each for each in made if each.failure is not None), None)
+    if failed is None or failed.failure is None:
+        return {"outcome": "missing", "failure": next((run.status.detail for run in runs if run.status.detail), None)}
+    why = reason(failed.failure)
+    several = f"{sum(each.outcome != 'ok' for each in made)} of {len(made)} repetitions: " if len(made) > 1 else ""
+    return {"outcome": failed.outcome, "repetitions": len(made), "failure": several + why}
 
 
 def _recorded(measurement: Measurement) -> dict[str, Any]:
@@ -289,10 +337,11 @@ class _Profile:
 
 
 def ranks(results: "Results") -> pl.DataFrame:
-    """What each traced rank holds, columns `RANKS`; `stages` are the pipeline stages it stands for."""
+    """What each rank holds that was traced or measured, columns `RANKS`; `stages`: pipeline stages it stands for."""
     rows = [
         (
             result.candidate.label,
+            _SOURCES[run.measurement.driver],
             record.rank,
             spans(record.stages),
             record.parameters,
@@ -304,8 +353,9 @@ def ranks(results: "Results") -> pl.DataFrame:
             record.peak_reserved_bytes,
         )
         for result in results.candidates
-        if result.measurement is not None
-        for record in result.measurement.ranks
+        for run in result.runs
+        if run.measurement is not None and run.measurement.outcome == "ok"
+        for record in run.measurement.ranks
     ]
     return pl.DataFrame(rows, schema=RANKS, orient="row")
 
@@ -314,13 +364,13 @@ def contract(results: "Results") -> pl.DataFrame:
     """How each measured figure came about, columns `CONTRACT`; one row per candidate and measured source."""
     rows = []
     for result in results.candidates:
-        for source, measurement in (("traced", result.measurement), ("published", result.published)):
+        for measurement in (*(run.measurement for run in result.runs), result.published):
             if measurement is None:
                 continue
             rows.append(
                 (
                     result.candidate.label,
-                    source,
+                    _SOURCES[measurement.driver],
                     measurement.outcome,
                     measurement.source,
                     measurement.created_at,

@@ -1,14 +1,18 @@
 """What a study asks: one control, the candidates matched against it, and what their answers are compared with.
 
 A study file names a base workload; the control and every candidate are partial mappings laid over it, so a study
-may vary any field of a workload. A candidate that changes more than the recompute choice is not matched: its
-`differs_in` says what else it changes.
+may vary any field of a workload. A candidate that changes more than one choice against its control is not matched:
+`Candidate.changes` names them all.
+
+A sweep asks the same in several settings (lengths, layouts, models): one control with its candidates in each. What
+the rules reject in some settings is kept with the rule's sentence, not run.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
@@ -20,6 +24,9 @@ from labkit.workload.base import Many, Part
 from labkit.workload.files import data_directory, load_mapping
 from labkit.workload.gpu import GPUS
 from labkit.workload.workload import first_problem
+
+CellDriver = Literal["trace", "cuda"]
+"""What makes cells (`labkit.study.drivers`)."""
 
 
 class Target(Part):
@@ -40,10 +47,18 @@ class StudyFile(Part):
     """A workload mapping, the path of a workload file (from the study file), or a name in `data/workloads`."""
     control: dict[str, Any]
     candidates: list[dict[str, Any]] = Field(max_length=1000)
-    drivers: Many[Literal["trace"]] = ("trace",)
+    sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    """Dotted fields (or whole parts) of a workload with their values: a setting for each combination."""
+    drivers: Many[CellDriver] = ("trace",)
+    repetitions: PositiveInt = Field(default=1, le=1000)
+    """Cells of each candidate by a driver whose figures vary; a trace's do not."""
     published: str | None = None
     """Path of a file of published figures (from the study file), or a name in `data/published`."""
     target: Target | None = None
+
+
+_MOST_CANDIDATES = 20_000
+"""Of all settings."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,32 @@ class Candidate:
     label: str
     workload: Workload
     is_control: bool
-    differs_in: tuple[str, ...]
-    """Dotted names of the fields outside `recompute` in which it differs from the control."""
+    changes: tuple[str, ...]
+    """The choices in which it differs from its control: `recompute`, and the dotted names of other fields."""
+    setting: str = ""
+    """Of a sweep, which one it belongs to; its label begins with it."""
+
+    @property
+    def differs_in(self) -> tuple[str, ...]:
+        """The choices it changes, where they are several and it is therefore not matched; empty where it is."""
+        return self.changes if len(self.changes) > 1 else ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One control with its candidates."""
+
+    name: str
+    """Of a sweep, its values; else empty."""
+    candidates: tuple[Candidate, ...]
+    """The control first, then the candidates in the file's order."""
+    limit: Limit
+    """What a peak has to stay below: the stated target, or else the memory of the control's GPU."""
+
+    @property
+    def control(self) -> Candidate:
+        """The candidate the others are compared with."""
+        return self.candidates[0]
 
 
 @dataclass(frozen=True)
@@ -64,17 +103,23 @@ class Matrix:
     name: str
     title: str
     description: str
-    candidates: tuple[Candidate, ...]
-    """The control first, then the candidates in the file's order."""
-    drivers: tuple[Literal["trace"], ...]
-    published: Published | None
-    limit: Limit
-    """What a peak has to stay below: the stated target, or else the memory of the control's GPU."""
+    settings: tuple[Setting, ...]
+    """One, or those of a sweep."""
+    drivers: tuple[CellDriver, ...] = ("trace",)
+    repetitions: int = 1
+    published: Published | None = None
+    refused: tuple[tuple[str, str], ...] = ()
+    """Of a sweep: label and reason of each combination that the rules reject."""
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Those of all settings, each setting's control first."""
+        return tuple(candidate for setting in self.settings for candidate in setting.candidates)
 
     @property
     def control(self) -> Candidate:
-        """The candidate the others are compared with."""
-        return self.candidates[0]
+        """The control of the first setting."""
+        return self.settings[0].control
 
     @classmethod
     def load(cls, path: Path) -> "Matrix":
@@ -82,7 +127,7 @@ class Matrix:
 
         Raises:
             InputError: the file cannot be read, has unknown, missing or wrong keys, names no candidate or the same
-                one twice, or one of its workloads cannot run.
+                one twice, or one of its workloads cannot run (in a sweep: a control in every setting).
         """
         data = load_mapping(path)
         try:
@@ -96,43 +141,140 @@ class Matrix:
         if len(set(stated.drivers)) < len(stated.drivers):
             raise InputError(f"{path}: drivers names one twice; use [trace]")
         base = _base(stated.base, path).model_dump(exclude_unset=True)  # what it leaves open stays open
-        control = _workload(base, stated.control, f"{path}: control")
-        candidates = [Candidate(control.recompute.label, control, is_control=True, differs_in=())]
-        seen = {candidates[0].label: "the control"}
-        for position, override in enumerate(stated.candidates):
-            where = f"candidates[{position}]"
-            candidate = _candidate(control, _workload(base, override, f"{path}: {where}"))
-            if candidate.label in seen:
-                raise InputError(
-                    f"{path}: {where} {candidate.label} repeats {seen[candidate.label]}; remove one of them"
-                )
-            seen[candidate.label] = where
-            candidates.append(candidate)
-        published = None
-        if stated.published is not None:
-            published = Published.load(_find(stated.published, path, "published"))
-            published.check([candidate.workload for candidate in candidates])  # now, not after the run
-        return cls(
+        count = len(stated.candidates) + 1
+        for values in stated.sweep.values():
+            count *= len(values)
+        if count > _MOST_CANDIDATES:
+            raise InputError(f"{path}: sweep asks for {count} candidates; {_MOST_CANDIDATES} are the most of a study")
+        settings, refused = [], []
+        for changes in _combinations(stated.sweep):
+            reader = _Reader(path, stated, _merged(base, _nested(changes)), _named(changes))
+            setting = reader.setting()
+            settings += [] if setting is None else [setting]
+            refused += reader.refused
+        if not settings:
+            raise InputError(f"{path}: no setting of the sweep can run, the first because of {refused[0][1]}")
+        _check_distinct(settings, path)
+        matrix = cls(
             name=stated.name,
             title=stated.title,
             description=stated.description,
-            candidates=tuple(candidates),
+            settings=tuple(settings),
             drivers=stated.drivers,
-            published=published,
-            limit=_limit(stated.target, control, path),
+            repetitions=stated.repetitions,
+            published=None if stated.published is None else Published.load(_find(stated.published, path, "published")),
+            refused=tuple(refused),
         )
+        if matrix.published is not None:
+            # Now, not after the run.
+            matrix.published.check([candidate.workload for candidate in matrix.candidates])
+        return matrix
 
-    def chosen(self, label: str) -> Candidate:
-        """The candidate with a label; brackets, blanks and the order of its modules do not matter.
+    def chosen(self, label: str) -> tuple[Candidate, ...]:
+        """The candidates of a label, of all settings if it names none, or of a whole setting.
+
+        Brackets, blanks and the order of a label's modules do not matter.
 
         Raises:
             InputError: no such candidate.
         """
-        for candidate in self.candidates:
-            if label == candidate.label or _modules(label) == _modules(candidate.label):
-                return candidate
-        labels = [candidate.label for candidate in self.candidates]
-        raise InputError(f"{self.name}: no candidate {label!r}{nearest(label, labels)}")
+        wanted = _modules(label)
+        found = [
+            candidate
+            for candidate in self.candidates
+            if label in (candidate.label, candidate.setting)
+            or wanted in (_modules(candidate.label), _modules(_without_setting(candidate)))
+        ]
+        if not found:
+            names = [candidate.label for candidate in self.candidates]
+            raise InputError(f"{self.name}: no candidate {label!r}{nearest(label, names)}")
+        return tuple(found)
+
+
+class _Reader:
+    """Reads one setting of a study file."""
+
+    def __init__(self, path: Path, stated: StudyFile, base: Mapping[str, Any], name: str) -> None:
+        self._path = path
+        self._stated = stated
+        self._base = base
+        self._name = name
+        self.refused: list[tuple[str, str]] = []
+        """What the rules reject, where there are other settings."""
+
+    def setting(self) -> Setting | None:
+        """The setting; None if its control cannot run, where there are other settings."""
+        control = self._workload(self._stated.control, "control")
+        if control is None:
+            return None
+        label = control.recompute.label
+        candidates = [Candidate(self._label(label), control, is_control=True, changes=(), setting=self._name)]
+        seen = {label: "the control"}
+        for position, override in enumerate(self._stated.candidates):
+            where = f"candidates[{position}]"
+            workload = self._workload(override, where)
+            if workload is None:
+                continue
+            label, changes = _compared(control, workload)
+            if label in seen:
+                raise InputError(f"{self._path}: {where} {label} repeats {seen[label]}; remove one of them")
+            seen[label] = where
+            candidates.append(
+                Candidate(self._label(label), workload, is_control=False, changes=changes, setting=self._name)
+            )
+        limit = _limit(self._stated.target, control, self._path)
+        return Setting(self._name, tuple(candidates), limit)
+
+    def _label(self, label: str) -> str:
+        return f"{self._name}: {label}" if self._name else label
+
+    def _workload(self, override: Mapping[str, Any], where: str) -> Workload | None:
+        source = f"{self._path}: {self._label(where)}"
+        workload = Workload.unchecked(_merged(self._base, override), source)
+        if not self._name:
+            return workload.checked(source)
+        try:
+            return workload.checked(source)
+        except InputError as error:
+            self.refused.append((self._label(where), str(error).removeprefix(f"{source}: ")))
+            return None
+
+
+def _combinations(sweep: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Each combination of a sweep's values, the last key's fastest; one empty one of no sweep."""
+    for values in itertools.product(*sweep.values()):
+        yield dict(zip(sweep, values, strict=True))
+
+
+def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"batch.seq_length": 8}` as `{"batch": {"seq_length": 8}}`."""
+    nested: dict[str, Any] = {}
+    for name, value in changes.items():
+        change = value
+        for part in reversed(name.split(".")):
+            change = {part: change}
+        nested = _merged(nested, change)
+    return nested
+
+
+def _named(changes: Mapping[str, Any]) -> str:
+    """`seq_length=8192, tensor_model_parallel_size=2`: a setting by its values."""
+    words = []
+    for name, value in changes.items():
+        leaves = _leaves({name.rpartition(".")[2]: value}) if isinstance(value, Mapping) else [(name, value)]
+        words += [f"{leaf.rpartition('.')[2]}={each}" for leaf, each in leaves]
+    return ", ".join(words)
+
+
+def _check_distinct(settings: Sequence[Setting], path: Path) -> None:
+    names = [setting.name for setting in settings]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"{path}: sweep has {twice} twice; remove one of them")
+
+
+def _without_setting(candidate: Candidate) -> str:
+    return candidate.label.removeprefix(f"{candidate.setting}: ")
 
 
 def _modules(label: str) -> list[str]:
@@ -157,10 +299,6 @@ def _base(stated: object, study: Path) -> Workload:
     raise InputError(f"{study}: base is neither a name, a path nor a workload mapping")
 
 
-def _workload(base: Mapping[str, Any], override: Mapping[str, Any], source: str) -> Workload:
-    return Workload.from_mapping(_merged(base, override), source)
-
-
 def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """`override` laid over `base`, key by key into nested mappings; lists and plain values replace."""
     merged = dict(base)
@@ -173,16 +311,16 @@ def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _candidate(control: Workload, workload: Workload) -> Candidate:
+def _compared(control: Workload, workload: Workload) -> tuple[str, tuple[str, ...]]:
+    """A candidate's label and the choices it changes; its recompute fields are one choice, and so is another model."""
     ours, theirs = dict(_leaves(workload.model_dump())), dict(_leaves(control.model_dump()))
     fields = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
     changed = [name for name in fields if not name.startswith("recompute.")]
     if "model.name" in changed:
         changed = [name for name in changed if name == "model.name" or not name.startswith("model.")]
     also = [f"{name.rpartition('.')[2]}={ours.get(name)}" for name in changed]
-    return Candidate(
-        ", ".join([workload.recompute.label, *also]), workload, is_control=False, differs_in=tuple(changed)
-    )
+    recompute = ("recompute",) if workload.recompute.label != control.recompute.label else ()
+    return ", ".join([workload.recompute.label, *also]), (*recompute, *changed)
 
 
 def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -1,11 +1,11 @@
-"""What a study knows: for each candidate the estimate, the traced result and the published figures."""
+"""What a study knows: for each candidate the estimate, the results of its cells and the published figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from labkit.drivers.contract import Measurement
+from labkit.drivers.contract import DriverName, Measurement
 from labkit.study.decision import Decision, decide
 from labkit.study.matrix import Candidate, Matrix
 from labkit.study.status import CellStatus
@@ -19,18 +19,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class CellResult:
+    """What is known of one cell."""
+
+    status: CellStatus
+    measurement: Measurement | None = None
+    """Also if it failed; None if there is none to trust."""
+    traced: Result | None = None
+    """Of a trace that passed, what the fullest rank held."""
+
+
+@dataclass(frozen=True)
 class CandidateResult:
     """Everything known about one candidate."""
 
     candidate: Candidate
     estimate: "Estimate"
-    status: CellStatus
-    """Of its traced cell."""
-    measurement: Measurement | None
-    """Of its traced cell, also if it failed; None if there is none to trust."""
-    traced: Result | None
-    """The traced cell that passed."""
+    runs: tuple[CellResult, ...]
+    """Its cells: driver by driver, repetition by repetition."""
     published: Measurement | None
+
+    def by(self, driver: DriverName) -> tuple[CellResult, ...]:
+        """The cells of one driver."""
+        return tuple(run for run in self.runs if run.status.driver == driver)
+
+    @property
+    def traced(self) -> Result | None:
+        """The trace, if it passed."""
+        return next((run.traced for run in self.runs if run.traced is not None), None)
 
 
 class Results:
@@ -62,7 +78,7 @@ class Results:
 
     @cached_property
     def ranks(self) -> "pl.DataFrame":
-        """What each traced rank holds (`frames.ranks`)."""
+        """What each rank holds that was traced or measured (`frames.ranks`)."""
         from labkit.study import frames
 
         return frames.ranks(self)
@@ -86,7 +102,7 @@ class Results:
         from labkit.memory.profiles import Observation
 
         for result in self.candidates:
-            for measurement in (result.measurement, result.published):
+            for measurement in (*(run.measurement for run in result.runs), result.published):
                 peak = None if measurement is None else measurement.peak_allocated_bytes
                 if measurement is not None and measurement.outcome == "ok" and peak:
                     yield Observation(
@@ -98,8 +114,18 @@ class Results:
 
     @cached_property
     def decided(self) -> Decision:
-        """The ranking and its reasons in plain language."""
-        return decide(self.cells, self.matrix.limit)
+        """The ranking and its reasons in plain language: of each setting by itself."""
+        import polars as pl
+
+        settings = self.matrix.settings
+        made = [decide(self.cells.filter(setting=each.name), each.limit) for each in settings]
+        said = [
+            f"{each.name}: {sentence}" if each.name else sentence
+            for each, decision in zip(settings, made, strict=True)
+            for sentence in decision.sentences
+        ]
+        said += [f"{label} is refused: {reason}." for label, reason in self.matrix.refused]
+        return Decision(pl.concat([decision.frame for decision in made]), tuple(said))
 
     @property
     def decision(self) -> "pl.DataFrame":

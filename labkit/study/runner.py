@@ -1,7 +1,9 @@
 """Running a study is making the missing files: claim a cell, measure it, store it, whatever happens to the others.
 
 Failed measurements are results too: they are stored with their reason, the other cells still run, and the next run
-tries them again. Two runs of one study share the work: a cell that another process is making is left to it.
+tries them again. An answer that is no whole record of its cell is such a failure: what the store holds, readers can
+trust. Several runs of one study share the work: a cell that another process is making, or has made since this run
+began, is left to it, whatever came of it.
 """
 
 import threading
@@ -17,7 +19,7 @@ from labkit.drivers.contract import CellKey, Failure, Measurement, Outcome, Unfi
 from labkit.errors import LabkitError
 from labkit.ledger import Ledger
 from labkit.study.matrix import Candidate
-from labkit.study.store import Claim, DamagedCellError, Store, Stored
+from labkit.study.store import Claim, ContractError, DamagedCellError, Store
 from labkit.workload import Workload
 
 _POLL_SECONDS = 0.1
@@ -80,9 +82,10 @@ def run_cells(
     *,
     workers: int,
     force: bool = False,
+    leave: bool = False,
     on_event: Callable[[Event], None],
     abort: Callable[[], None],
-) -> dict[Cell, Stored]:
+) -> dict[Cell, Measurement]:
     """Make the missing cells, `workers` at a time.
 
     Args:
@@ -91,18 +94,19 @@ def run_cells(
         driver: Measures one workload; any exception it raises is that cell's failure.
         workers: Cells measured at once.
         force: Also measure cells that are there.
+        leave: Do not wait for cells that other processes are making.
         on_event: Called for each event, one at a time, from the workers' threads.
         abort: Ends the measurements in progress; called when the run is interrupted or the store fails.
 
     Returns:
-        The result of every cell, failures included.
+        The result of every cell, failures included; without those that were left to others.
 
     Raises:
         WorkError: the store cannot be written.
         KeyboardInterrupt: the user interrupted; every cell that was finished is stored.
     """
     store.sweep()
-    run = _Run(cells, store, driver, force, on_event)
+    run = _Run(cells, store, driver, force, leave, on_event)
     with ThreadPoolExecutor(workers, thread_name_prefix="labkit-cell") as pool:
         try:
             running = {pool.submit(run.work) for _ in range(workers)}
@@ -122,13 +126,22 @@ class _Run:
     """What the workers of one run share."""
 
     def __init__(
-        self, cells: Iterable[Cell], store: Store, driver: Driver, force: bool, on_event: Callable[[Event], None]
+        self,
+        cells: Iterable[Cell],
+        store: Store,
+        driver: Driver,
+        force: bool,
+        leave: bool,
+        on_event: Callable[[Event], None],
     ) -> None:
         self.waiting = deque(cells)
         self.store = store
         self.driver = driver
         self.force = force
-        self.results: dict[Cell, Stored] = {}
+        self.leave = leave
+        self.results: dict[Cell, Measurement] = {}
+        self._refused: set[Cell] = set()
+        self._before = {cell: store.state(cell.key) for cell in self.waiting}
         self.stopped = threading.Event()
         self._listener = on_event
         self._lock = threading.Lock()
@@ -148,15 +161,18 @@ class _Run:
                 if claim is not None:
                     self._make(cell, claim)
                     continue
-            self.waiting.append(cell)
-            time.sleep(_POLL_SECONDS)
+            # Twice: whoever asks for a cell's state may hold its lock for a moment.
+            if not self.leave or cell not in self._refused:
+                self._refused.add(cell)
+                self.waiting.append(cell)
+                time.sleep(_POLL_SECONDS)
 
     def _tell(self, kind: EventKind, cell: Cell, detail: str = "") -> None:
         with self._lock:
             self._listener(Event(kind, cell, detail))
 
     def _make(self, cell: Cell, claim: Claim) -> None:
-        kept = None if self.force else self._kept(cell)
+        kept = self._kept(cell)
         if kept is not None:
             self.results[cell] = kept
             self._tell(EventKind.KEPT, cell)
@@ -165,21 +181,31 @@ class _Run:
         measurement, ledger = self._measured(cell)
         if self.stopped.is_set() and measurement.outcome != "ok":
             return  # it failed because it was ended
-        claim.commit(measurement, ledger)
-        self.results[cell] = Stored(cell.key, measurement, ledger)
-        failure = measurement.failure
-        if failure is None:
+        try:
+            claim.commit(measurement, ledger)
+        except ContractError as error:
+            failure = Failure(phase="record", message=str(error))
+            measurement = self._failure(cell, "failed", failure, measurement.wall_seconds)
+            claim.commit(measurement, None)
+        self.results[cell] = measurement
+        if measurement.failure is None:
             self._tell(EventKind.DONE, cell)
         else:
-            self._tell(EventKind.FAILED, cell, failure.message)
+            self._tell(EventKind.FAILED, cell, measurement.failure.message)
 
-    def _kept(self, cell: Cell) -> Stored | None:
+    def _kept(self, cell: Cell) -> Measurement | None:
+        """The result that need not be made; what came after this run began is none of its work, however it ended."""
+        others = self.store.state(cell.key) != self._before[cell]
+        if self.force and not others:
+            return None
         try:
-            stored = self.store.read(cell.key)
+            header = self.store.header(cell.key)
         except DamagedCellError as damage:
             self._tell(EventKind.DAMAGED, cell, str(damage))
             return None
-        return stored if stored is not None and stored.measurement.outcome == "ok" else None
+        if header is None or (header.measurement.outcome != "ok" and not others):
+            return None
+        return header.measurement
 
     def _measured(self, cell: Cell) -> tuple[Measurement, Ledger | None]:
         began = time.monotonic()
@@ -192,17 +218,20 @@ class _Run:
 
         try:
             measured = self.driver(cell.candidate.workload, on_phase=on_phase)
+            made = measured.measurement
+            ledger = measured.ledger if made.outcome == "ok" else None
         except Unfinished as error:
-            failure = Failure(phase=error.phase, message=str(error))
-            return self._failure(cell, error.outcome, failure, time.monotonic() - began), None
+            failure, outcome = Failure(phase=error.phase, message=str(error)), error.outcome
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this cell's outcome and not the run's)
             message = str(error) if isinstance(error, LabkitError) else f"{type(error).__name__}: {error}"
-            failure = Failure(phase=reached, message=message)
-            return self._failure(cell, "failed", failure, time.monotonic() - began), None
-        passed = measured.measurement.outcome == "ok"
-        return measured.measurement, measured.ledger if passed else None
+            # As UTF-8 can have it: names of files, which errors quote, need not be text.
+            message = message.encode(errors="backslashreplace").decode()
+            failure, outcome = Failure(phase=reached, message=message), "failed"
+        else:
+            return made, ledger
+        return self._failure(cell, outcome, failure, time.monotonic() - began), None
 
-    def _failure(self, cell: Cell, outcome: Outcome, failure: Failure, seconds: float) -> Measurement:
+    def _failure(self, cell: Cell, outcome: Outcome, failure: Failure, seconds: float | None) -> Measurement:
         return Measurement(
             driver=cell.key.driver,
             workload=cell.candidate.workload,

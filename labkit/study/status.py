@@ -1,11 +1,15 @@
 """Where a study stands: the state of each cell's file."""
 
+from collections.abc import Iterable
+from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import PositiveInt
+
 from labkit.drivers.contract import DriverName, Failure
 from labkit.study.runner import Cell
-from labkit.study.store import DamagedCellError, Store, Stored
+from labkit.study.store import DamagedCellError, Header, Store, Work, work
 from labkit.workload.base import Many, Part
 
 if TYPE_CHECKING:
@@ -26,17 +30,34 @@ _STYLES: dict[State, str] = {
 }
 
 
+_COLUMNS = ("candidate", "driver", "state", "detail")
+
+
 class CellStatus(Part):
     """The state of one cell."""
 
     candidate: str
     is_control: bool
     driver: DriverName
+    repetition: PositiveInt = 1
     state: State
     detail: str
     """Why it is failed, stale or damaged; empty otherwise."""
     file: str
     """Where its result is or will be."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a table of cells: `[moe_act]`, `[] (control)`, `[moe_act] #2` of several repetitions."""
+        notes = f"{' (control)' if self.is_control else ''}{f' #{self.repetition}' if self.repetition > 1 else ''}"
+        return self.candidate + notes
+
+
+class Refusal(Part):
+    """A combination that a sweep asks for and the rules reject."""
+
+    candidate: str
+    reason: str
 
 
 class StudyStatus(Part):
@@ -47,6 +68,8 @@ class StudyStatus(Part):
     title: str
     store: str
     cells: Many[CellStatus]
+    refused: Many[Refusal] = ()
+    """Combinations of a sweep that cannot run, with the rule's sentence."""
 
     def count(self, state: State) -> int:
         """Cells in a state."""
@@ -56,6 +79,7 @@ class StudyStatus(Part):
     def sentence(self) -> str:
         """`4 of 6 cells done, 1 damaged, 1 missing`."""
         others = [f"{self.count(state)} {state}" for state in _STYLES if state != "done" and self.count(state)]
+        others += [f"{len(self.refused)} refused"] if self.refused else []
         return ", ".join([f"{self.count('done')} of {len(self.cells)} cells done", *others])
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -64,60 +88,74 @@ class StudyStatus(Part):
 
         yield Text.assemble((self.title, "bold"), f"  {self.sentence}")
         table = Table(caption=f"store: {self.store}", caption_justify="left")
-        for column in ("candidate", "driver", "state", "detail"):
+        for column in _COLUMNS:
             table.add_column(column)
         for cell in self.cells:
-            name = f"{cell.candidate} (control)" if cell.is_control else cell.candidate
             state = Text(cell.state, style=_STYLES[cell.state])
-            table.add_row(Text(name), cell.driver, state, Text(cell.detail))
+            table.add_row(Text(cell.name), cell.driver, state, Text(cell.detail))
         yield table
+        for each in self.refused:
+            yield Text(f"{each.candidate}: refused, {each.reason}", style="yellow")
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td style='text-align:left'>{escape(cell.candidate)}{' (control)' if cell.is_control else ''}</td>"
+            f"<tr><td style='text-align:left'>{escape(cell.name)}</td>"
             f"<td>{escape(cell.driver)}</td><td>{cell.state}</td>"
             f"<td style='text-align:left'>{escape(cell.detail)}</td></tr>"
             for cell in self.cells
         )
-        heads = "".join(f"<th scope='col'>{name}</th>" for name in ("candidate", "driver", "state", "detail"))
+        heads = "".join(f"<th scope='col'>{name}</th>" for name in _COLUMNS)
         return (
             f"<div class='labkit-study'><p><strong>{escape(self.title)}</strong>: {escape(self.sentence)}</p>"
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
         )
 
 
-def examine(cell: Cell, store: Store) -> tuple[CellStatus, Stored | None]:
-    """The state of one cell, and its result where there is one that can be trusted."""
-    state, detail, stored = _state(cell, store)
-    status = CellStatus(
-        candidate=cell.candidate.label,
-        is_control=cell.candidate.is_control,
-        driver=cell.key.driver,
-        state=state,
-        detail=detail,
-        file=str(store.path(cell.key)),
-    )
-    return status, stored
+def examine(cells: Iterable[Cell], store: Store) -> tuple[CellStatus, ...]:
+    """The state of each cell. Bytes are verified, ledgers are not read: thousands of cells take seconds."""
+    examiner = _Examiner(store)
+    return tuple(examiner.status(cell) for cell in cells)
 
 
-def _state(cell: Cell, store: Store) -> tuple[State, str, Stored | None]:
-    try:
-        stored = store.read(cell.key)
-    except DamagedCellError as damage:
-        return "damaged", str(damage), None
-    if stored is not None:
-        failure = stored.measurement.failure
-        if failure is None:
-            return "done", "", stored
-        return "failed", reason(failure), stored
-    if store.is_claimed(cell.key):
-        return "running", "", None
-    for other in store.others(cell.key):
-        ours = dict(cell.key.versions)
-        changed = sorted(name for name in {**ours, **other.versions} if ours.get(name) != other.versions.get(name))
-        made = ", ".join(f"{name} {_short(other.versions.get(name))}" for name in changed)
-        return "stale", f"made by {made}", None
-    return "missing", "", None
+class _Examiner:
+    """Looks at cells; goes through the whole store once at most, when a result is missing."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @cached_property
+    def _by_work(self) -> dict[Work, list[Header]]:
+        return self._store.by_work()
+
+    def status(self, cell: Cell) -> CellStatus:
+        state, detail = self._state(cell)
+        return CellStatus(
+            candidate=cell.candidate.label,
+            is_control=cell.candidate.is_control,
+            driver=cell.key.driver,
+            repetition=cell.key.repetition,
+            state=state,
+            detail=detail,
+            file=str(self._store.path(cell.key)),
+        )
+
+    def _state(self, cell: Cell) -> tuple[State, str]:
+        try:
+            header = self._store.header(cell.key)
+        except DamagedCellError as damage:
+            return "damaged", str(damage)
+        failure = None if header is None else header.measurement.failure
+        if header is not None and failure is None:
+            return "done", ""
+        if self._store.is_claimed(cell.key):
+            return "running", ""
+        if failure is not None:
+            return "failed", reason(failure)
+        for other in self._by_work.get(work(cell.key), ()):
+            ours, theirs = dict(cell.key.versions), dict(other.key.versions)
+            changed = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+            return "stale", f"made by {', '.join(f'{name} {_short(theirs.get(name))}' for name in changed)}"
+        return "missing", ""
 
 
 def reason(failure: Failure) -> str:

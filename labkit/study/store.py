@@ -1,27 +1,36 @@
 """Where results lie: one file per cell, named by what was run, by what, in which versions.
 
-A cell file `<sha256>.zip` holds `cell.json` (its key, its measurement and the ledger's moments) and, of a trace that
-passed, `ledger.parquet` (every row). It appears whole or not at all: it is written as `<sha256>.part`, flushed, and
-renamed. The `.part` file is also the claim on the cell: whoever holds its `flock` is making it. The claim of a killed
-process lapses with the process, and the next run takes over or removes what it left behind.
+A cell file `<sha256>.zip` holds `cell.json` (its key, its measurement and the ledger's moments) and, where a trace
+passed, `ledger.parquet` (every row). It appears whole or not at all: it is written under a name of its own
+(`<sha256>.<token>.tmp`), flushed, and renamed. An empty `<sha256>.part` is the claim on the cell: whoever holds its
+`flock` is making it. The claim of a killed process lapses with the process, and the next run takes over or removes what
+it left behind.
 
-A file that passed is never written again; one that records a failure is replaced by the next run.
+Several machines may share a store where `flock` reaches all of them: NFSv4, or Lustre mounted with `flock`. Where the
+file system has no `flock` the store says so and nothing is run; where it only locks each machine for itself, two
+machines may make a cell twice, and the last whole file stays.
+
+A file that passed is never written again; one that records a failure is replaced by the next run. Stores are merged by
+copying files.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
 import json
 import os
+import secrets
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from labkit.drivers.contract import CellKey, Measurement
 from labkit.errors import LabkitError, WorkError
@@ -37,8 +46,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # of the zip's members: equal results make equal
 class DamagedCellError(LabkitError):
     """A cell file that cannot be trusted; its text names the file and the reason."""
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: damaged cell file ({reason}); running the study makes it again")
+    def __init__(self, path: Path, reason: str, how: str = "running the study") -> None:
+        super().__init__(f"{path}: damaged cell file ({reason}); {how} makes it again")
         self.path = path
         self.reason = reason
 
@@ -53,13 +62,30 @@ class Header(Part):
     """`labkit.ledger.Moment` of the ledger beside it; empty where there is none."""
 
 
+class ContractError(LabkitError):
+    """A driver's answer that is no result of the cell it was asked for; its text says what is missing or wrong."""
+
+
 class Stored(NamedTuple):
     """A cell file's content, verified."""
 
     key: CellKey
     measurement: Measurement
     ledger: Ledger | None
-    """None where the cell did not pass, or where GPUs measured it."""
+    """None where the cell did not pass, or its driver has none."""
+
+
+class Work(NamedTuple):
+    """What a cell is of, whatever the versions."""
+
+    workload_hash: str
+    driver: str
+    repetition: int
+
+
+def work(key: CellKey) -> Work:
+    """What the cell of `key` is of."""
+    return Work(key.workload_hash, key.driver, key.repetition)
 
 
 def cell_hash(key: CellKey) -> str:
@@ -78,6 +104,14 @@ class Store:
         """The file a cell's result is (or would be) in."""
         return self.directory / f"{cell_hash(key)}.zip"
 
+    def state(self, key: CellKey) -> tuple[int, int, int] | None:
+        """What tells a cell's file from one that takes its place later; None if there is none."""
+        try:
+            found = self.path(key).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
     def read(self, key: CellKey) -> Stored | None:
         """The verified result of a cell; None if there is none.
 
@@ -87,23 +121,41 @@ class Store:
         path = self.path(key)
         return _read(path) if path.exists() else None
 
-    def others(self, key: CellKey) -> list[Measurement]:
-        """What other versions measured of the same work with the same driver, newest first; damaged files left out."""
-        found = []
-        for path in self.directory.glob("*.zip"):
+    def header(self, key: CellKey) -> Header | None:
+        """The same without the ledger's rows, in a millisecond: bytes are verified, and that they are this cell's.
+
+        Raises:
+            DamagedCellError: as `read`, but for a whole ledger that belongs to another measurement.
+        """
+        path = self.path(key)
+        return _identified(path)[0] if path.exists() else None
+
+    def headers(self, damaged: Callable[[DamagedCellError], None] | None = None) -> Iterator[tuple[Path, Header]]:
+        """Every result in the store, in the order of names; `damaged` is told of each file that is none."""
+        for path in sorted(self.directory.glob("*.zip")):
             try:
-                header, _ = _unpacked(path)
-            except DamagedCellError:
-                continue
-            if header.key != key and header.key.model_copy(update={"versions": key.versions}) == key:
-                found.append(header.measurement)
-        return sorted(found, key=lambda measurement: measurement.created_at, reverse=True)
+                header, _ = _identified(path)
+            except DamagedCellError as error:
+                if damaged is not None:
+                    damaged(error)
+            else:
+                yield path, header
+
+    def by_work(self) -> dict[Work, list[Header]]:
+        """Every result under what was run, whatever the versions, newest first; damaged files are left out."""
+        found: dict[Work, list[Header]] = {}
+        for _, header in self.headers():
+            found.setdefault(work(header.key), []).append(header)
+        for headers in found.values():
+            headers.sort(key=lambda header: header.measurement.created_at, reverse=True)
+        return found
 
     def sweep(self) -> None:
         """Remove what killed processes left behind, of whatever cell."""
-        for path in self.directory.glob("*.part"):
-            with contextlib.suppress(OSError), _opened(path, os.O_RDONLY) as part:
-                if _lock(part, fcntl.LOCK_EX) and _is_same_file(part, path):
+        for path in (*self.directory.glob("*.part"), *self.directory.glob("*.tmp")):
+            # Opened for writing: NFS grants an exclusive lock on no other file.
+            with contextlib.suppress(OSError), _opened(path, os.O_RDWR) as left:
+                if _lock(left, fcntl.LOCK_EX) and _is_same_file(left, path):
                     path.unlink()
 
     def is_claimed(self, key: CellKey) -> bool:
@@ -131,7 +183,7 @@ class Store:
             return
         with part:
             try:
-                yield Claim(part, path, key)
+                yield Claim(self.path(key), key)
             finally:
                 if _is_same_file(part, path):
                     path.unlink(missing_ok=True)
@@ -140,30 +192,33 @@ class Store:
 class Claim:
     """The right to make one cell."""
 
-    def __init__(self, part: IO[bytes], path: Path, key: CellKey) -> None:
-        self._part = part
+    def __init__(self, path: Path, key: CellKey) -> None:
         self._path = path
         self._key = key
 
     def commit(self, measurement: Measurement, ledger: Ledger | None) -> Path:
-        """Make the result visible, whole; `ledger` is None where there is none.
+        """Make the result visible, whole; `ledger` is None where the cell did not pass or its driver has none.
 
         Raises:
+            ContractError: it is no whole result of this cell; nothing has become visible.
             WorkError: it cannot be written (a full disk, say); nothing has become visible.
         """
         content = _packed(Stored(self._key, measurement, ledger))
-        final = self._path.with_suffix(".zip")
+        # A name of its own, so that where locks fail to exclude another writer, neither's file is a mixture.
+        temporary = self._path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
-            self._part.seek(0)
-            self._part.truncate()
-            self._part.write(content)
-            self._part.flush()
-            os.fsync(self._part.fileno())
-            self._path.replace(final)
-            _sync_directory(final.parent)
+            with _new_locked(temporary) as file:
+                try:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    temporary.replace(self._path)
+                finally:
+                    temporary.unlink(missing_ok=True)
+            _sync_directory(self._path.parent)
         except OSError as error:
-            raise _unwritable(final, error) from None
-        return final
+            raise _unwritable(self._path, error) from None
+        return self._path
 
 
 def _open_locked(path: Path) -> IO[bytes] | None:
@@ -179,10 +234,19 @@ def _open_locked(path: Path) -> IO[bytes] | None:
         part.close()  # its holder finished between our open and our lock: this is no longer the claim
 
 
+def _new_locked(path: Path) -> IO[bytes]:
+    """A new file, locked so that nobody's `sweep` takes it for abandoned."""
+    while True:
+        file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if _lock(file, fcntl.LOCK_EX) and _is_same_file(file, path):
+            return file
+        file.close()  # a sweep came between our open and our lock, and has removed it
+
+
 def _opened(path: Path, flags: int) -> IO[bytes]:
     """A claim's own file: no pipe is waited for, and no link followed to what somebody else owns."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b")
+    return os.fdopen(descriptor, "r+b" if flags & os.O_EXCL else "rb")
 
 
 def _lock(file: IO[bytes], kind: int) -> bool:
@@ -209,13 +273,35 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> WorkError:
+    if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        return WorkError(
+            f"{path.parent}: its file system has no file locks ({error.strerror}), without which two runs would make "
+            "the same cells; mount it with them (Lustre: -o flock), or choose another store"
+        )
     return WorkError(f"{path}: cannot be written ({error.strerror or error}); choose another store")
 
 
 def _packed(stored: Stored) -> bytes:
+    """The bytes of a cell file.
+
+    Raises:
+        ContractError: a reader would refuse them.
+    """
     key, measurement, ledger = stored
     moments = () if ledger is None else tuple((*moment,) for moment in ledger.moments)
-    header = Header(key=key, measurement=measurement, moments=moments)
+    try:
+        # Of its plain values: a measurement may have been made without being checked.
+        whole = Measurement.model_validate_json(measurement.model_dump_json(warnings=False), strict=False)
+        header = Header(key=key, measurement=whole, moments=moments)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "measurement"
+        raise ContractError(f"the driver's record is not whole: {where}: {problem['msg']}") from None
+    except PydanticSerializationError as error:
+        raise ContractError(f"the driver's record is not plain data: {error}") from None
+    wrong = _mistaken(header) or _mismatched(header, ledger)
+    if wrong is not None:
+        raise ContractError(f"the driver's record is not this cell's: {wrong}")
     members = {"cell.json": header.model_dump_json().encode()}
     if ledger is not None:
         table = io.BytesIO()
@@ -228,35 +314,61 @@ def _packed(stored: Stored) -> bytes:
     return packed.getvalue()
 
 
-def _read(path: Path) -> Stored:
+def _identified(path: Path) -> tuple[Header, bytes | None]:
+    """A cell file's header and ledger, if they are what its name says."""
     header, table = _unpacked(path)
     if cell_hash(header.key) != path.stem:
         raise DamagedCellError(path, "its content belongs to another name")
-    if header.measurement.workload.content_hash != header.key.workload_hash:
-        raise DamagedCellError(path, "its measurement is of another workload")
-    if header.measurement.driver != header.key.driver:
-        raise DamagedCellError(path, "its measurement is by another driver")
-    if header.measurement.outcome != "ok" or header.measurement.driver != "trace":
-        return Stored(header.key, header.measurement, None)
-    if table is None:
-        raise DamagedCellError(path, "no ledger.parquet")
-    ledger = _ledger(path, table, header)
-    _check(path, ledger, header.measurement)
+    wrong = _mistaken(header)
+    if wrong is None and table is None and _has_ledger(header.measurement):
+        wrong = "no ledger.parquet"
+    if wrong is not None:
+        raise DamagedCellError(path, wrong)
+    return header, table
+
+
+def _read(path: Path) -> Stored:
+    header, table = _identified(path)
+    ledger = None
+    if table is not None and _has_ledger(header.measurement):
+        ledger = _ledger(path, table, header)
+    wrong = _mismatched(header, ledger)
+    if wrong is not None:
+        raise DamagedCellError(path, wrong, "`labkit study run --force`")
     return Stored(header.key, header.measurement, ledger)
 
 
-def _check(path: Path, ledger: Ledger, measurement: Measurement) -> None:
-    """Refuse a ledger that is not the one the measurement was taken from."""
-    if not len(ledger):
-        raise DamagedCellError(path, "its ledger has no rows")
+def _has_ledger(measurement: Measurement) -> bool:
+    """Whether its ledger belongs to the result: a trace's, which is where its peaks come from."""
+    return measurement.driver == "trace" and measurement.outcome == "ok"
+
+
+def _mistaken(header: Header) -> str | None:
+    """Why a measurement is not the one its key names; None if it is."""
+    key, measurement = header.key, header.measurement
+    if measurement.workload.content_hash != key.workload_hash:
+        return "its measurement is of another workload"
+    if measurement.driver != key.driver:
+        return "its measurement is by another driver"
+    return None
+
+
+def _mismatched(header: Header, ledger: Ledger | None) -> str | None:
+    """Why a ledger is not the one that the measurement was taken from; None if it is, or needs none."""
+    measurement = header.measurement
+    if not _has_ledger(measurement):
+        return None
+    if ledger is None or not len(ledger):
+        return "its ledger has no rows"
     steady = ledger.steady_iteration()
     phases = {(moment.iteration, moment.phase) for moment in ledger.moments}
     if not {(steady, "forward"), (steady, "backward")} <= phases:
-        raise DamagedCellError(path, "its ledger has no steady step")
+        return "its ledger has no steady step"
     worst = measurement.worst_rank
     stated = {(peak.iteration, peak.phase): peak.peak_allocated_bytes for peak in worst.phases} if worst else {}
     if stated != {(peak.iteration, peak.phase): peak.bytes for peak in ledger.phase_peaks()}:
-        raise DamagedCellError(path, "its ledger has other peaks than its measurement")
+        return "its ledger has other peaks than its measurement"
+    return None
 
 
 def _unpacked(path: Path) -> tuple[Header, bytes | None]:

@@ -1,21 +1,22 @@
 """`Study`: a question with its results; running it makes the missing ones."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labkit.drivers.contract import CellKey
 from labkit.errors import InputError
-from labkit.study.matrix import Matrix
-from labkit.study.results import CandidateResult, Results
+from labkit.study.drivers import KINDS, Started
+from labkit.study.matrix import Candidate, CellDriver, Matrix
+from labkit.study.results import CandidateResult, CellResult, Results
 from labkit.study.runner import Cell, Driver, Event, run_cells
-from labkit.study.status import StudyStatus, examine
-from labkit.study.store import Store, Stored
+from labkit.study.status import CellStatus, Refusal, StudyStatus, examine
+from labkit.study.store import DamagedCellError, Store, Stored, work
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
-    from labkit.drivers.trace.server import Limits, TraceServer
+    from labkit.drivers.trace.server import Limits
 
 
 class Study:
@@ -56,114 +57,177 @@ class Study:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """What the store holds when the study is done, control first."""
-        from labkit.drivers.trace.versions import trace_versions
+        """What the store holds when the study is done: driver by driver, and each setting's control first."""
+        return tuple(cell for driver in self.matrix.drivers for cell in self._cells(driver))
 
-        versions = tuple(sorted(trace_versions().items()))
-        return tuple(
-            Cell(candidate, CellKey(workload_hash=candidate.workload.content_hash, driver=driver, versions=versions))
-            for driver in self.matrix.drivers
-            for candidate in self.matrix.candidates
-        )
+    def _cells(self, driver: CellDriver) -> Iterator[Cell]:
+        kind = KINDS.get(driver)
+        here = None if kind is None else kind.versions()
+        known = self.store.by_work() if here is None else {}
+        versions = tuple(sorted((here or {}).items()))
+        for repetition in range(1, 1 + (1 if kind is not None and not kind.varies else self.matrix.repetitions)):
+            for candidate in self.matrix.candidates:
+                workload = candidate.workload.content_hash
+                key = CellKey(workload_hash=workload, driver=driver, versions=versions, repetition=repetition)
+                elsewhere = known.get(work(key))  # the newest that a machine with this driver has made
+                yield Cell(candidate, elsewhere[0].key if elsewhere else key)
 
     def run(
         self,
         only: Sequence[str] = (),
         *,
+        drivers: Sequence[CellDriver] = (),
         force: bool = False,
         workers: int | None = None,
         limits: "Limits | None" = None,
+        share: tuple[int, int] | None = None,
         driver: Driver | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> StudyStatus:
         """Make the missing results; a failed cell is a result, and the next run tries it again.
 
         Args:
-            only: Labels of the candidates to run; all by default.
+            only: Labels of the candidates (or names of the settings) to run; all by default.
+            drivers: Those of the study's drivers to run; by default all that can run here.
             force: Also make again what is there.
             workers: Ranks traced at once; by default 2, or 1 on a single CPU.
             limits: What the trace of one rank may take; by default those of `TraceServer`.
-            driver: What measures a workload; by default a `TraceServer` of this run, over all pipeline stages.
+            share: (which, of how many) runs that share the work: each begins elsewhere and waits for no other.
+            driver: What measures a workload; by default the study's own.
             on_event: Called with each `labkit.study.runner.Event`; by default progress shows in a terminal.
 
         Returns:
             The state of the chosen cells afterwards.
 
         Raises:
-            InputError: an unknown label, fewer than one worker, or launch arguments that Megatron refuses.
+            InputError: an unknown label, a driver that the study has not or that cannot run here, fewer than one
+                worker, or launch arguments that Megatron refuses.
             WorkError: the store cannot be written.
             KeyboardInterrupt: interrupted; what was finished is stored.
         """
-        from labkit.drivers.trace.server import TraceServer, usual_workers
+        from labkit.drivers.trace.server import usual_workers
 
         if workers is None:
             workers = usual_workers()
         if workers < 1:
             raise InputError(f"workers: {workers} cannot run anything; use 1 or more")
-        chosen = {self.matrix.chosen(label).label for label in only}
-        cells = [cell for cell in self.cells if not chosen or cell.candidate.label in chosen]
-        missing = [cell for cell in cells if force or examine(cell, self.store)[0].state != "done"]
-        if missing:
-            with ExitStack() as stack:
-                if on_event is None:
-                    from labkit.study.progress import show_progress
-
-                    on_event = stack.enter_context(show_progress(self.matrix.title, len(missing)))
-                if driver is None:
-                    server = stack.enter_context(TraceServer(workers, limits))
-                    for cell in missing:
-                        if cell.candidate.workload.launch is not None:
-                            self._check(cell, server)
-                    driver = server.run_stages
-                run_cells(
-                    missing,
-                    self.store,
-                    driver,
-                    workers=min(workers, len(missing)),
-                    force=force,
+        asked = self._asked(drivers, given=driver is not None)
+        cells = self._chosen(only, asked)
+        states = examine(cells, self.store)
+        missing = [cell for cell, status in zip(cells, states, strict=True) if force or status.state != "done"]
+        for name in asked:
+            mine = [cell for cell in missing if cell.key.driver == name]
+            if mine and (driver is not None or _runs_here(name)):
+                self._make(
+                    name,
+                    _from(mine, share),
+                    workers=workers,
+                    limits=limits,
+                    driver=driver,
                     on_event=on_event,
-                    abort=stack.close,
+                    force=force,
+                    leave=share is not None,
                 )
         return self._status(cells)
 
-    def _check(self, cell: Cell, server: "TraceServer") -> None:
+    def _asked(self, drivers: Sequence[CellDriver], *, given: bool) -> tuple[CellDriver, ...]:
+        """The drivers of the study to run, in its order."""
+        for name in drivers:
+            if name not in self.matrix.drivers:
+                has = ", ".join(self.matrix.drivers)
+                raise InputError(f"{self.name}: {name} is none of its drivers ({has}); add it to the study file")
+            if not given and not _runs_here(name):
+                raise InputError(f"{self.name}: {name} cannot run on this machine; labkit doctor says what is missing")
+        return tuple(name for name in self.matrix.drivers if not drivers or name in drivers)
+
+    def _chosen(self, only: Sequence[str], drivers: Sequence[CellDriver]) -> list[Cell]:
+        chosen = {candidate.label for label in only for candidate in self.matrix.chosen(label)}
+        return [cell for name in drivers for cell in self._cells(name) if not chosen or cell.candidate.label in chosen]
+
+    def _make(
+        self,
+        name: CellDriver,
+        cells: Sequence[Cell],
+        *,
+        workers: int,
+        limits: "Limits | None",
+        driver: Driver | None,
+        on_event: Callable[[Event], None] | None,
+        force: bool,
+        leave: bool,
+    ) -> None:
+        with ExitStack() as stack:
+            if on_event is None:
+                from labkit.study.progress import show_progress
+
+                on_event = stack.enter_context(show_progress(self.matrix.title, len(cells)))
+            if driver is None:
+                kind = KINDS[name]
+                workers = min(workers, kind.workers or workers)
+                started = stack.enter_context(kind.start(workers, limits))
+                self._check(cells, started)
+                driver = started.driver
+            run_cells(
+                cells,
+                self.store,
+                driver,
+                workers=min(workers, len(cells)),
+                force=force,
+                leave=leave,
+                on_event=on_event,
+                abort=stack.close,
+            )
+
+    def _check(self, cells: Sequence[Cell], started: Started) -> None:
         """Before anything is written; what fields say has passed labkit's rules, launch arguments Megatron knows."""
-        try:
-            server.check(cell.candidate.workload)
-        except InputError as error:
-            raise InputError(f"{self.path}: {cell.candidate.label}: {error}") from None
+        for cell in cells:
+            if cell.candidate.workload.launch is not None:
+                try:
+                    started.check(cell.candidate.workload)
+                except InputError as error:
+                    raise InputError(f"{self.path}: {cell.candidate.label}: {error}") from None
 
     def status(self) -> StudyStatus:
-        """The state of every cell; reads and verifies each file, writes nothing."""
+        """The state of every cell; verifies the bytes of each file, writes nothing."""
         return self._status(self.cells)
 
-    def _status(self, cells: Iterable[Cell]) -> StudyStatus:
+    def _status(self, cells: Sequence[Cell]) -> StudyStatus:
         return StudyStatus(
             study=self.name,
             title=self.matrix.title,
             store=str(self.store.directory),
-            cells=tuple(examine(cell, self.store)[0] for cell in cells),
+            cells=examine(cells, self.store),
+            refused=tuple(Refusal(candidate=label, reason=reason) for label, reason in self.matrix.refused),
         )
 
     def results(self) -> Results:
-        """What is known now: estimates made on the spot, traced results from the store, published figures."""
+        """What is known now: estimates made on the spot, stored results, published figures."""
         from labkit.memory.estimate import estimate
 
-        known = []
-        for cell in self.cells:
-            status, stored = examine(cell, self.store)
-            workload, published = cell.candidate.workload, self.matrix.published
-            known.append(
-                CandidateResult(
-                    candidate=cell.candidate,
-                    estimate=estimate(workload),
-                    status=status,
-                    measurement=None if stored is None else stored.measurement,
-                    traced=None if stored is None else _traced(stored),
-                    published=None if published is None else published.measurement(workload),
-                )
+        runs: dict[Candidate, list[CellResult]] = {}
+        cells = self.cells
+        for cell, status in zip(cells, examine(cells, self.store), strict=True):
+            runs.setdefault(cell.candidate, []).append(self._result(cell, status))
+        published = self.matrix.published
+        known = [
+            CandidateResult(
+                candidate=candidate,
+                estimate=estimate(candidate.workload),
+                runs=tuple(made),
+                published=None if published is None else published.measurement(candidate.workload),
             )
+            for candidate, made in runs.items()
+        ]
         return Results(self.matrix, tuple(known))
+
+    def _result(self, cell: Cell, status: CellStatus) -> CellResult:
+        try:
+            stored = self.store.read(cell.key)
+        except DamagedCellError as damage:
+            return CellResult(status.model_copy(update={"state": "damaged", "detail": str(damage)}))
+        if stored is None:
+            return CellResult(status)
+        return CellResult(status, stored.measurement, _traced(stored))
 
     def __repr__(self) -> str:
         return f"Study({self.name!r}, {self.status().sentence})"
@@ -173,6 +237,17 @@ class Study:
 
     def _repr_html_(self) -> str:
         return self.status()._repr_html_()
+
+
+def _runs_here(name: CellDriver) -> bool:
+    return name in KINDS and KINDS[name].versions() is not None
+
+
+def _from(cells: Sequence[Cell], share: tuple[int, int] | None) -> Sequence[Cell]:
+    """The cells, beginning where the share begins."""
+    which, of = share or (0, 1)
+    start = len(cells) * which // of
+    return [*cells[start:], *cells[:start]]
 
 
 def _traced(stored: Stored) -> "Trace | None":

@@ -9,6 +9,7 @@ from labkit import Workload
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.study import Study
+from labkit.study.drivers import Started
 from labkit.workload import Launch
 from tests.small import small
 from tests.test_docs import launches
@@ -87,7 +88,7 @@ def test_a_study_with_wrong_arguments_begins_nothing(server: TraceServer, tmp_pa
     (tmp_path / "s.yaml").write_text(json.dumps(stated))
     study = Study.load(tmp_path / "s.yaml")
     with pytest.raises(InputError, match=r"s\.yaml: \[\]: small: launch.arguments: argument --fp8-recipe"):
-        study._check(study.cells[0], server)
+        study._check(study.cells, Started(server.run_stages, server.check))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_ranks_are_shown_with_what_they_stand_for() -> None:
     frame = pl.DataFrame(
         {
             "candidate": ["[]", "[]"],
+            "source": ["traced", "traced"],
             "rank": [0, 8],
             "stages": ["0", "1-6"],
             "parameters": [519_196_000, 464_014_000],
@@ -113,8 +114,8 @@ def test_ranks_are_shown_with_what_they_stand_for() -> None:
         }
     )
     assert body(tables.ranks(frame)) == [
-        ["[]", "0", "0", "519.2", "4.000", "8.000", "8.500", "16.000"],
-        ["[]", "1-6", "8", "464.0", "2.000", "4.000", "–", "8.000"],
+        ["[]", "traced", "0", "0", "519.2", "4.000", "8.000", "8.500", "16.000"],
+        ["[]", "traced", "1-6", "8", "464.0", "2.000", "4.000", "–", "8.000"],
     ]
 
 

@@ -31,7 +31,8 @@ def small(*labels: str) -> Workload:
 def cell(*labels: str, control: bool = False, versions: tuple[tuple[str, str], ...] = VERSIONS) -> Cell:
     """The cell of `small(*labels)`."""
     workload = small(*labels)
-    candidate = Candidate(workload.recompute.label, workload, is_control=control, differs_in=())
+    changes = () if control else ("recompute",)
+    candidate = Candidate(workload.recompute.label, workload, is_control=control, changes=changes)
     return Cell(candidate, CellKey(workload_hash=workload.content_hash, driver="trace", versions=versions))
 
 

@@ -163,13 +163,19 @@ def test_failed_missing_and_unmatched_candidates_are_named() -> None:
             MOONLIGHT,
             core_attn={"outcome": "failed", **lost},
             mla_up_proj={"outcome": "missing", **lost},
-            moe_act={"differs_in": "batch.seq_length"},
+            moe_act={"differs_in": "recompute, batch.seq_length"},
         ),
         H100,
     )
     assert verdict(decision, "[core_attn]") == "failed, not compared"
     assert verdict(decision, "[mla_up_proj]") == "not traced"
-    assert verdict(decision, "[moe_act]") == "try first; not matched, also changes batch.seq_length"
+    assert verdict(decision, "[moe_act]").endswith(
+        "not matched, changes several choices at once (recompute, batch.seq_length)"
+    )
+    assert decision.sentences[-1] == (
+        "This study is not matched: 1 of its 5 candidates change more than one choice against the control, so that "
+        "their differences have no single cause."
+    )
     assert "[mla_up_proj]: not traced." in decision.sentences
 
 
@@ -184,5 +190,43 @@ def test_missing_control_compares_nothing() -> None:
         saved_bytes=pl.lit(None, pl.Int64),
     )
     decision = decide(rows, H100)
-    assert decision.sentences[0] == "The control [] has no traced result, so nothing can be compared yet."
+    assert decision.sentences[0] == "The control [] has no traced result: nothing can be compared yet."
     assert ranks(decision) == {}
+
+
+def test_gpus_decide_where_they_have_run_every_choice() -> None:
+    traced = frame([(label, peak, phase, None, replay) for label, peak, phase, _, replay in MOONLIGHT])
+    gpus = traced.filter(source="traced").with_columns(
+        source=pl.lit("measured"),
+        peak_allocated_bytes=pl.col("peak_allocated_bytes") + 10**9,
+        step_time_ms=pl.when(pl.col("candidate") == "[mla_up_proj]").then(440.0).otherwise(450.0),
+    )
+    decision = decide(pl.concat([traced, gpus]), H100)
+    assert set(decision.frame["evidence"]) == {"measured"}
+    assert set(decision.frame["step_time_source"]) == {"measured"}
+    assert ranks(decision) == {"[mla_up_proj]": 1}
+    assert "lowers the measured peak from 34.74 GiB" in decision.sentences[0]
+    assert "-10.0 ms a step (-2.2%, measured step time)" in decision.sentences[0]
+
+    waiting = gpus.with_columns(
+        outcome=pl.when(pl.col("candidate") == "[moe_act]").then(pl.lit("missing")).otherwise("outcome")
+    )
+    assert set(decide(pl.concat([traced, waiting]), H100).frame["evidence"]) == {"traced"}
+    died = gpus.with_columns(
+        outcome=pl.when(pl.col("candidate") == "[moe_act]").then(pl.lit("oom")).otherwise("outcome"),
+        peak_allocated_bytes=pl.when(pl.col("candidate") != "[moe_act]").then("peak_allocated_bytes"),
+    )
+    assert verdict(decide(pl.concat([traced, died]), H100), "[moe_act]") == "oom, not compared"
+
+
+def test_another_choice_than_recompute_costs_what_the_whole_step_does() -> None:
+    rows = [(label, peak, phase, None, replay) for label, peak, phase, _, replay in MOONLIGHT[:2]]
+    changed = {
+        "step_seconds": 0.3,
+        "changes": "parallelism.tensor_model_parallel_size",
+        "peak_allocated_bytes": 20 * 10**9,
+    }
+    figures: dict[str, Any] = {"replay_seconds": 0.0, "replay_checkpoints": 0, "step_seconds": 0.2}
+    traced = {rows[0][0].strip("[]"): figures, rows[1][0].strip("[]"): figures | changed | {"saved_bytes": 10**10}}
+    decision = decide(frame(rows, **traced), H100)
+    assert "for 100.0 ms a step (the traced step at the GPU's full speed, a lower bound)" in decision.sentences[0]

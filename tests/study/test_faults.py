@@ -66,7 +66,7 @@ def visible(store: Store) -> list[Path]:
 
 
 def states(store: Store) -> list[str]:
-    return [examine(cell, store)[0].state for cell in CELLS]
+    return [status.state for status in examine(CELLS, store)]
 
 
 @pytest.fixture

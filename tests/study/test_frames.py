@@ -10,8 +10,8 @@ from labkit.drivers.contract import Failure, Measurement, PhasePeak, RankRecord
 from labkit.memory.estimate import estimate
 from labkit.study import frames
 from labkit.study.decision import Limit
-from labkit.study.matrix import Candidate, Matrix
-from labkit.study.results import CandidateResult, Results
+from labkit.study.matrix import Candidate, Matrix, Setting
+from labkit.study.results import CandidateResult, CellResult, Results
 from labkit.study.status import CellStatus
 from labkit.summary import CATEGORIES, Result, Written
 from labkit.work import WorkRow
@@ -68,11 +68,9 @@ def candidate(*labels: str, control: bool = False, saved: int | None = 0, peak: 
     label = workload.recompute.label
     status = CellStatus(candidate=label, is_control=control, driver="trace", state="done", detail="", file="")
     return CandidateResult(
-        candidate=Candidate(label, workload, is_control=control, differs_in=()),
+        candidate=Candidate(label, workload, is_control=control, changes=() if control else ("recompute",)),
         estimate=estimate(workload),
-        status=status,
-        measurement=made,
-        traced=traced,
+        runs=(CellResult(status, made, traced),),
         published=None if peak is None else published(workload, peak, step_time_ms=peak / MB),
     )
 
@@ -85,8 +83,8 @@ def results() -> Results:
         candidate("moe", saved=None),
     )
     limit = Limit("H100", 80 * 10**9, stated=False)
-    matrix = Matrix("s", "S", "", tuple(result.candidate for result in candidates), ("trace",), None, limit)
-    return Results(matrix, candidates)
+    setting = Setting("", tuple(result.candidate for result in candidates), limit)
+    return Results(Matrix("s", "S", "", (setting,)), candidates)
 
 
 def row(frame: pl.DataFrame, candidate: str, source: str) -> dict[str, object]:
@@ -129,7 +127,8 @@ def test_traced_row_holds_the_ledgers_figures(results: Results) -> None:
 def test_a_trace_that_did_not_count_leaves_the_estimate_to_price(results: Results) -> None:
     counted = results.candidates[1]
     traced = Uncounted(counted.candidate.workload, 0, lambda: Written(ledger(0), 40 * MB))
-    uncounted = Results(results.matrix, (results.candidates[0], replace(counted, traced=traced)))
+    (run,) = counted.runs
+    uncounted = Results(results.matrix, (results.candidates[0], replace(counted, runs=(replace(run, traced=traced),))))
     assert row(uncounted.cells, "[moe_act]", "traced")["replay_seconds"] is None
     assert set(uncounted.decision["replay_source"]) == {"estimated"}
     assert set(results.decision["replay_source"]) == {"traced"}
@@ -157,7 +156,7 @@ def test_ranks_are_those_that_were_traced(results: Results) -> None:
     frame = frames.ranks(results)
     assert frame.schema == pl.Schema(frames.RANKS)
     control = frame.row(0, named=True)
-    assert (control["candidate"], control["rank"], control["stages"]) == ("[]", 0, "")
+    assert (control["candidate"], control["source"], control["rank"], control["stages"]) == ("[]", "traced", 0, "")
     # Without the moments the first step peaks 4 MB lower, until its optimizer has made them.
     assert (control["first_step_peak_bytes"], control["steady_peak_bytes"]) == (17 * MB + 512, 21 * MB + 512)
     assert control["peak_allocated_bytes"] == 21 * MB + 512

@@ -62,7 +62,8 @@ def test_moonlight_has_six_matched_cells_with_published_figures() -> None:
         35_949_000_000,
     ]
     assert [one.step_time_ms for one in measured if one] == [457.18, 474.80, 480.89, 496.73, 466.26, 506.53]
-    assert (matrix.limit.name, matrix.limit.stated) == ("NVIDIA H100 80GB HBM3", False)
+    (setting,) = matrix.settings
+    assert (setting.name, setting.limit.name, setting.limit.stated) == ("", "NVIDIA H100 80GB HBM3", False)
 
 
 def test_override_keeps_what_it_does_not_name(load: Load) -> None:
@@ -76,7 +77,50 @@ def test_candidate_that_changes_more_than_recompute_is_marked(load: Load) -> Non
     override = {"recompute": {"recompute_modules": ["moe_act"]}, "batch": {"seq_length": 256}}
     (_, candidate) = load(candidates=[override]).candidates
     assert candidate.label == "[moe_act], seq_length=256"
-    assert candidate.differs_in == ("batch.seq_length",)
+    assert candidate.differs_in == ("recompute", "batch.seq_length")
+
+
+def test_candidate_that_changes_one_other_choice_is_matched(load: Load) -> None:
+    (_, candidate) = load(candidates=[{"batch": {"seq_length": 256}}]).candidates
+    assert (candidate.label, candidate.changes, candidate.differs_in) == (
+        "[], seq_length=256",
+        ("batch.seq_length",),
+        (),
+    )
+
+
+def test_sweep_has_a_control_with_its_candidates_in_each_setting(load: Load) -> None:
+    layouts = [{"world_size": 2}, {"world_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}]
+    matrix = load(sweep={"batch.seq_length": [128, 256], "parallelism": layouts})
+    names = [setting.name for setting in matrix.settings]
+    assert names == [
+        "seq_length=128, world_size=2",
+        "seq_length=128, sequence_parallel=True, tensor_model_parallel_size=2, world_size=4",
+        "seq_length=256, world_size=2",
+        "seq_length=256, sequence_parallel=True, tensor_model_parallel_size=2, world_size=4",
+    ]
+    for setting in matrix.settings:
+        assert [candidate.is_control for candidate in setting.candidates] == [True, False]
+        assert [candidate.changes for candidate in setting.candidates] == [(), ("recompute",)]
+        assert {candidate.setting for candidate in setting.candidates} == {setting.name}
+    last = matrix.candidates[-1]
+    assert last.label == f"{names[3]}: [moe_act]"
+    assert (last.workload.batch.seq_length, last.workload.parallelism.tp, last.workload.parallelism.ep) == (256, 2, 2)
+    assert [len(matrix.chosen(label)) for label in ("moe_act", names[1], last.label)] == [4, 2, 1]
+
+
+def test_sweep_over_models_by_name(load: Load) -> None:
+    matrix = load(base="moonlight-16b", sweep={"model": ["moonlight-16b-a3b", "qwen3-30b-a3b"]})
+    assert [setting.name for setting in matrix.settings] == ["model=moonlight-16b-a3b", "model=qwen3-30b-a3b"]
+    assert [setting.control.workload.model.num_layers for setting in matrix.settings] == [27, 48]
+
+
+def test_settings_that_the_rules_reject_are_kept_with_the_reason(load: Load) -> None:
+    matrix = load(sweep={"parallelism.expert_model_parallel_size": [2, 3]})
+    assert [setting.name for setting in matrix.settings] == ["expert_model_parallel_size=2"]
+    ((label, reason),) = matrix.refused
+    assert label == "expert_model_parallel_size=3: control"
+    assert reason.startswith("parallelism.expert_model_parallel_size: 3 does not divide")
 
 
 def test_full_recompute_can_be_a_candidate_of_a_selective_base(load: Load) -> None:
@@ -117,6 +161,15 @@ def test_base_is_a_mapping_a_path_or_a_name(load: Load, tmp_path: Path) -> None:
         ({"base": "moonlite-16b"}, "nothing called 'moonlite-16b' in data/workloads; did you mean 'moonlight-16b'"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
         ({"published": "moonlight-17b"}, "nothing called 'moonlight-17b' in data/published; did you mean"),
+        (
+            {"sweep": {"parallelism.expert_model_parallel_size": [3]}},
+            "no setting of the sweep can run, .* 3 does not div",
+        ),
+        ({"sweep": {"batch.seq_len": [128]}}, "seq_len=128: control: unknown key 'batch.seq_len'"),
+        ({"sweep": {"batch.seq_length": [128, 128]}}, "sweep has seq_length=128 twice"),
+        ({"sweep": {"batch.seq_length": []}}, r"sweep.batch\.seq_length"),
+        ({"sweep": {"batch.seq_length": list(range(99999))}}, "sweep asks for 199998 candidates"),
+        ({"repetitions": 0}, "repetitions"),
         ({"target": {}}, "target takes one of gpu and peak_allocated_bytes"),
         ({"target": {"gpu": "h100-80gb", "peak_allocated_bytes": 1}}, "target takes one of"),
         ({"target": {"gpu": "h100-80"}}, "unknown GPU 'h100-80'; did you mean 'h100-80gb'"),
@@ -141,12 +194,12 @@ def test_control_missing_is_named(tmp_path: Path) -> None:
 def test_candidate_is_found_by_label_or_bare_modules() -> None:
     matrix = Matrix.load(MOONLIGHT)
     for label in ("[layernorm, moe_act]", "layernorm, moe_act", "moe_act,layernorm"):
-        assert matrix.chosen(label).label == "[layernorm, moe_act]"
-    assert matrix.chosen("[]").is_control
+        assert [candidate.label for candidate in matrix.chosen(label)] == ["[layernorm, moe_act]"]
+    assert [candidate.is_control for candidate in matrix.chosen("[]")] == [True]
     with pytest.raises(InputError, match=r"no candidate '\[moe_act, mlp\]'"):
         matrix.chosen("[moe_act, mlp]")
 
 
 def test_target_replaces_the_gpus_memory(load: Load) -> None:
-    assert load(target={"peak_allocated_bytes": 10**9}).limit[1:] == (10**9, True)
-    assert load(target={"gpu": "h200-141gb"}).limit.name == "NVIDIA H200"
+    assert load(target={"peak_allocated_bytes": 10**9}).settings[0].limit[1:] == (10**9, True)
+    assert load(target={"gpu": "h200-141gb"}).settings[0].limit.name == "NVIDIA H200"

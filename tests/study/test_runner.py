@@ -4,16 +4,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from labkit.drivers.contract import Unfinished
+from labkit.drivers.contract import Measurement, Unfinished
 from labkit.errors import WorkError
 from labkit.study.runner import Cell, Driver, Event, EventKind, run_cells
 from labkit.study.status import examine
-from labkit.study.store import Store, Stored
+from labkit.study.store import Store
 from labkit.workload import Workload
-from tests.study.builder import Measured, cell, instant
+from tests.study.builder import Measured, cell, instant, small
 
 CELLS = [cell(control=True), cell("moe_act"), cell("layernorm", "moe_act")]
 
@@ -34,10 +35,23 @@ class Recorder:
         return [(event.kind.value, event.cell.candidate.label) for event in self.events]
 
     def run(
-        self, store: Store, cells: list[Cell] = CELLS, *, workers: int = 1, force: bool = False
-    ) -> dict[Cell, Stored]:
+        self,
+        store: Store,
+        cells: list[Cell] = CELLS,
+        *,
+        workers: int = 1,
+        force: bool = False,
+        leave: bool = False,
+    ) -> dict[Cell, Measurement]:
         return run_cells(
-            cells, store, self, workers=workers, force=force, on_event=self.events.append, abort=lambda: None
+            cells,
+            store,
+            self,
+            workers=workers,
+            force=force,
+            leave=leave,
+            on_event=self.events.append,
+            abort=lambda: None,
         )
 
 
@@ -47,7 +61,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def state(cell: Cell, store: Store) -> str:
-    return examine(cell, store)[0].state
+    return examine([cell], store)[0].state
 
 
 def test_empty_store_is_filled_and_a_full_one_left_alone(store: Store) -> None:
@@ -60,9 +74,7 @@ def test_empty_store_is_filled_and_a_full_one_left_alone(store: Store) -> None:
     assert second.measured == []
     assert second.kinds() == [("kept", "[]"), ("kept", "[moe_act]"), ("kept", "[layernorm, moe_act]")]
     assert {path: path.stat().st_mtime_ns for path in store.directory.iterdir()} == before
-    assert {cell: stored.measurement for cell, stored in made.items()} == {
-        cell: stored.measurement for cell, stored in kept.items()
-    }
+    assert made == kept
 
 
 def test_force_makes_them_again(store: Store) -> None:
@@ -82,7 +94,7 @@ def test_failure_is_recorded_with_its_phase_and_the_rest_still_runs(store: Store
 
     run = Recorder(failing)
     made = run.run(store)
-    failed = made[CELLS[1]].measurement
+    failed = made[CELLS[1]]
     assert failed.outcome == "failed"
     assert failed.failure is not None
     assert (failed.failure.phase, failed.failure.message) == ("backward", "the trace was killed")
@@ -104,13 +116,13 @@ def test_an_ended_or_unsupported_measurement_is_recorded_as_what_it_is(store: St
         return instant(workload)
 
     Recorder(limited).run(store)
-    found = [examine(cell, store) for cell in CELLS]
-    assert [(status.state, status.detail) for status, _ in found] == [
+    found = examine(CELLS, store)
+    assert [(status.state, status.detail) for status in found] == [
         ("failed", "no shapes for x (in setup)"),
         ("failed", "it took more than 600 s (in optimizer)"),
         ("done", ""),
     ]
-    outcomes = [stored.measurement.outcome for _, stored in found if stored is not None]
+    outcomes = [stored.measurement.outcome for cell in CELLS if (stored := store.read(cell.key)) is not None]
     assert outcomes == ["unsupported", "timed_out", "ok"]
 
 
@@ -119,7 +131,7 @@ def test_unforeseen_exception_of_a_driver_is_a_failure_of_its_cell(store: Store)
         raise ValueError("no such thing")
 
     made = Recorder(broken).run(store)
-    messages = {stored.measurement.failure.message for stored in made.values() if stored.measurement.failure}
+    messages = {measurement.failure.message for measurement in made.values() if measurement.failure}
     assert messages == {"ValueError: no such thing"}
 
 
@@ -144,7 +156,7 @@ def test_cells_run_side_by_side_on_several_workers(store: Store) -> None:
         return instant(workload)
 
     made = Recorder(together).run(store, CELLS[:2], workers=2)
-    assert {stored.measurement.outcome for stored in made.values()} == {"ok"}
+    assert {measurement.outcome for measurement in made.values()} == {"ok"}
 
 
 def test_two_runs_at_once_measure_each_cell_once(store: Store) -> None:
@@ -153,7 +165,7 @@ def test_two_runs_at_once_measure_each_cell_once(store: Store) -> None:
         return instant(workload)
 
     runs = [Recorder(slow), Recorder(slow)]
-    results: list[dict[Cell, Stored]] = []
+    results: list[dict[Cell, Measurement]] = []
     threads = [threading.Thread(target=lambda run=run: results.append(run.run(store))) for run in runs]
     for thread in threads:
         thread.start()
@@ -195,5 +207,74 @@ def test_store_failure_ends_the_run(tmp_path: Path) -> None:
 def test_stale_result_names_the_version_that_changed(store: Store) -> None:
     Recorder().run(store, CELLS[:1])
     newer = cell(control=True, versions=(("labkit", "0.1.0"), ("megatron-core", "0.20.0")))
-    status, stored = examine(newer, store)
-    assert (status.state, status.detail, stored) == ("stale", "made by megatron-core 0.19.2", None)
+    (status,) = examine([newer], store)
+    assert (status.state, status.detail) == ("stale", "made by megatron-core 0.19.2")
+
+
+def test_a_failure_that_another_run_has_just_recorded_is_not_tried_again_by_this_one(store: Store) -> None:
+    """Many runs share a study on a cluster: what cannot run is tried once, not by each of them."""
+
+    def failing(workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> Measured:
+        time.sleep(0.1)
+        raise WorkError("no")
+
+    runs = [Recorder(failing), Recorder(failing)]
+    threads = [threading.Thread(target=lambda run=run: run.run(store)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(runs[0].measured + runs[1].measured) == sorted(cell.candidate.label for cell in CELLS)
+    later = Recorder(failing)
+    later.run(store)
+    assert len(later.measured) == len(CELLS)
+
+
+def test_a_run_may_leave_to_others_what_they_are_making(store: Store) -> None:
+    run = Recorder()
+    with store.claim(CELLS[0].key) as claim:
+        assert claim is not None
+        made = run.run(store, leave=True)
+    assert run.measured == ["[moe_act]", "[layernorm, moe_act]"]
+    assert set(made) == set(CELLS[1:])
+    assert state(CELLS[0], store) == "missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ranks": ()}, "the driver's record is not whole: measurement: Value error, a measurement that passed says"),
+        ({"steady_iterations": None}, "the driver's record is not whole: steady_iterations: Input should be"),
+        ({"versions": None}, "the driver's record is not whole: versions: Input should be"),
+        ({"workload": small("moe")}, "the driver's record is not this cell's: its measurement is of another workload"),
+        ({"driver": "published"}, "the driver's record is not this cell's: its measurement is by another driver"),
+        ({"source": "\ud800"}, "the driver's record is not plain data: "),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_fails_its_cell_and_no_reader(
+    store: Store, change: dict[str, Any], sentence: str
+) -> None:
+    def careless(workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> Measured:
+        made = instant(workload)
+        # Not checked by pydantic, as a driver may get away with.
+        return made._replace(measurement=made.measurement.model_copy(update=change))
+
+    made = Recorder(careless).run(store, CELLS[:1])
+    failure = made[CELLS[0]].failure
+    assert failure is not None
+    assert failure.message.startswith(sentence)
+    assert state(CELLS[0], store) == "failed"
+    stored = store.read(CELLS[0].key)
+    assert stored is not None
+    assert stored.measurement == made[CELLS[0]]
+
+
+def test_a_driver_that_answers_nothing_or_in_no_alphabet_fails_its_cell(store: Store) -> None:
+    def nothing(workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> Measured:
+        if workload.recompute.label == "[]":
+            return None  # type: ignore[return-value]
+        raise OSError("/mnt/\udce9")
+
+    made = Recorder(nothing).run(store, CELLS[:2])
+    messages = [measurement.failure.message for measurement in made.values() if measurement.failure]
+    assert messages == ["AttributeError: 'NoneType' object has no attribute 'measurement'", "OSError: /mnt/\\udce9"]

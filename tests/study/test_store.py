@@ -14,7 +14,7 @@ import pytest
 
 from labkit.drivers.contract import Failure
 from labkit.errors import WorkError
-from labkit.study.store import DamagedCellError, Store, cell_hash
+from labkit.study.store import DamagedCellError, Store, cell_hash, work
 from tests.study.builder import VERSIONS, cell, measured
 
 CELL = cell()
@@ -132,7 +132,7 @@ def test_device_or_pipe_in_a_cell_files_place_is_damage_and_not_read(store: Stor
     path.symlink_to("/dev/zero")
     with pytest.raises(DamagedCellError, match="not a whole zip file: no regular file"):
         store.read(CELL.key)
-    assert store.others(cell("moe_act").key) == []
+    assert list(store.headers()) == []
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(DamagedCellError, match="no regular file"):
@@ -315,8 +315,8 @@ def test_results_of_other_versions_are_found_newest_first(store: Store) -> None:
             claim.commit(made, MEASURED.ledger)
     put(store)
     (store.directory / "broken.zip").write_bytes(b"broken")
-    found = [measurement.versions["megatron-core"] for measurement in store.others(CELL.key)]
-    assert found == ["0.17.0", "0.18.0"]
+    found = [dict(header.key.versions)["megatron-core"] for header in store.by_work()[work(CELL.key)]]
+    assert found == ["0.17.0", "0.18.0", "0.19.2"]
 
 
 def test_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:

@@ -106,9 +106,10 @@ def test_real_study_killed_damaged_resumed_and_decided(path: Path) -> None:
     assert results.cells.filter(source="traced")["outcome"].to_list() == ["ok"] * 3
     assert results.decided.sentences
     for result in results.candidates:
-        assert result.traced is not None
-        assert result.measurement is not None
-        assert result.traced.peak_allocated_bytes == result.measurement.peak_allocated_bytes
+        (run,) = result.runs
+        assert run.traced is not None
+        assert run.measurement is not None
+        assert run.traced.peak_allocated_bytes == run.measurement.peak_allocated_bytes
 
 
 def test_a_real_pipelined_cell_is_ended_at_a_limit_and_then_holds_every_stage(tmp_path: Path) -> None:
