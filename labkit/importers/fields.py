@@ -106,7 +106,7 @@ _MEANING = {
     "fp8": "FP8 copies of weights and activations; taken as bf16 throughout",
     "fp8_param_gather": "parameters in FP8; taken as bf16",
     "fp4": "FP4 copies of weights and activations; taken as bf16 throughout",
-    "fp16": "taken as bf16",
+    "fp16": "priced as bf16, whose tensors have the same sizes; a loss scaler's are left out",
     "cuda_graph_impl": "memory pools of CUDA graphs",
     "use_megatron_fsdp": "parameters sharded by Megatron-FSDP; taken as Megatron's own data parallelism",
     "use_torch_fsdp2": "parameters sharded by PyTorch's FSDP2; taken as Megatron's own data parallelism",

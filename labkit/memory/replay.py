@@ -37,12 +37,17 @@ def replay(model: Iterable[Chunk], workload: Workload) -> Replay:
             hbm += traffic
             communicated += op.communicated_bytes
             seconds += max(
-                op.flops / gpu.bf16_flops,
+                op.flops / gpu.products.of(_operands(op), tf32=op.library != "aten_matmul") if op.flops else 0.0,
                 traffic / gpu.hbm_bytes_per_second,
                 op.communicated_bytes / gpu.nvlink_bytes_per_second,
             )
     times = workload.num_microbatches
     return Replay(flops * times, hbm * times, communicated * times, seconds * times)
+
+
+def _operands(op: Op) -> str:
+    """What its product runs in: not what it returns, but where the router's casts to fp64 are part of it."""
+    return "fp64" if op.outputs[0].dtype == "fp64" else op.inputs[0].dtype
 
 
 def _traffic(op: Op) -> int:

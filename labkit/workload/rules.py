@@ -27,7 +27,7 @@ def findings(workload: "Workload") -> list[Finding]:
     if unknown := list(pattern_symbols(workload)):
         return unknown
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
-    found += _determinism(workload)
+    found += [*_determinism(workload), *_half_precision(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
@@ -72,6 +72,20 @@ def _determinism(workload: "Workload") -> Iterator[Finding]:
     if any(layer.mixer == "gdn" for layer in workload.model.kinds):
         reason = "the gated delta rule without its kernel is not supported by this version of labkit"
         yield Finding("error", at, reason, "leave it off")
+
+
+def _half_precision(workload: "Workload") -> Iterator[Finding]:
+    """`--fp16`, which has no field: bf16's sizes and a loss scaler; `transformer_engine.pytorch.cross_entropy`."""
+    training = workload.training
+    if workload.launch is None or "--fp16" not in workload.launch.words:
+        return
+    if training.precision != "bf16":
+        reason = "--fp16 in launch.arguments trains in 16 bits"
+        yield Finding("error", "training.precision", reason, "set bf16, whose tensors have the sizes of fp16's")
+    kernels = training.kernels
+    if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
+        at, reason = "training.kernels.cross_entropy_fusion_impl", "Transformer Engine's cross entropy takes no fp16"
+        yield Finding("error", at, reason, "set native")
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:

@@ -103,7 +103,7 @@ class Training(Part):
     """The training setup."""
 
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of parameters and activations: Megatron's `--bf16`, or neither that nor `--fp16`."""
+    """Of parameters and activations: Megatron's `--bf16`, or neither that nor `--fp16`, which goes with the launch."""
     kernels: Kernels = Kernels()
     data_parallel: DataParallel = DataParallel()
     optimizer: Optimizer = Optimizer()

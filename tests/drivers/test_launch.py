@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_blocks_given_back_each_step_leave_less_reserved(server: TraceServer) ->
 def test_launches_of_the_documents_are_traced(server: TraceServer, section: dict[str, list[str]]) -> None:
     mapping = small(recompute__recompute_modules=["moe_act"]).model_dump(mode="json", exclude_unset=True)
     assert server.run(Workload.from_mapping(mapping | {"launch": section})).peak_allocated_bytes
+
+
+def test_fp16_has_the_sizes_of_bf16_and_a_loss_scaler(server: TraceServer) -> None:
+    native = small(training__kernels__cross_entropy_fusion_impl="native")
+    half = native.model_copy(update={"launch": Launch(arguments=("--fp16",))})
+    plain, scaled = server.run(native), server.run(half.checked())
+    assert {"fp16", "bf16"} & {row.dtype for row in scaled.ledger.retained().rows} == {"fp16"}
+    assert plain.ledger.retained().total() == scaled.ledger.retained().total()
+    # `DynamicGradScaler` has its scale and whether something overflowed on the device.
+    assert scaled.ledger.between_steps().total() - plain.ledger.between_steps().total() == 2 * 512
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,21 @@ def test_a_wrong_section_is_one_sentence(section: dict[str, list[str]], said: st
     mapping = small().model_dump(mode="json", exclude_unset=True) | {"launch": section}
     with pytest.raises(InputError, match=said):
         Workload.from_mapping(mapping)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "takes no fp16; set native"),
+        (
+            {"training": {"precision": "fp32", "kernels": {"attention_backend": "unfused"}}},
+            "training.precision: --fp16 .*; set bf16",
+        ),
+    ],
+)
+def test_fp16_goes_with_what_has_it(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        small(**changes).model_copy(update={"launch": Launch(arguments=("--fp16",))}).checked()
 
 
 def test_an_estimate_says_what_it_does_not_price() -> None:

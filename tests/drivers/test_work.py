@@ -13,7 +13,7 @@ from labkit.drivers.trace.origin import Origin
 from labkit.drivers.trace.server import TraceServer
 from labkit.drivers.trace.te_shapes import attention_flops, seen_pairs
 from labkit.drivers.trace.tracker import StorageTracker
-from labkit.drivers.trace.work import WorkCounter
+from labkit.drivers.trace.work import WorkCounter, counted_by, launched
 from labkit.work import WorkRow, by_phase, replay, total
 from labkit.workload.gpu import GPUS
 from tests.published import PEAKS_GB
@@ -53,6 +53,23 @@ def test_traffic_is_what_a_launch_reads_and_writes() -> None:
     assert counted(lambda a, b: torch.empty_like(a)) == (0, 0, 0), "nor do allocations"
     assert counted(lambda a, b: a[:1].expand(8, 16) * b) == (1, 0, 3 * each), "a view's own storage bounds it"
     assert counted(lambda a, b: torch._foreach_mul_([a, b], 2.0)) == (1, 0, 4 * each)
+
+
+def test_a_product_runs_at_the_speed_of_its_operands() -> None:
+    def seconds(program: Any, dtype: torch.dtype) -> float:
+        counter = WorkCounter(Origin(), GPUS["h100-80gb"], iteration=1)
+        with StorageTracker(Origin(), work=counter) as tracker, counted_by(counter):
+            matrix = torch.zeros(8192, 8192, device="meta", dtype=dtype)
+            tracker.phase(1, "forward")
+            program(matrix)
+        return total(counter.rows(small(**DENSE))).seconds
+
+    flops = 2 * 8192**3
+    for dtype, peak in ((torch.bfloat16, 989e12), (torch.float32, 67e12), (torch.float64, 67e12)):
+        assert seconds(lambda matrix: matrix @ matrix, dtype) == pytest.approx(flops / peak, rel=1e-4)
+    # Transformer Engine's GEMM: FP8 in bytes, fp32 as TF32.
+    for dtype, peak in ((torch.uint8, 1979e12), (torch.bfloat16, 989e12), (torch.float32, 494.5e12)):
+        assert seconds(lambda matrix: launched(flops, matrix), dtype) == pytest.approx(flops / peak, rel=1e-4)
 
 
 def test_a_dense_model_does_what_the_formula_says(server: TraceServer) -> None:

@@ -74,7 +74,7 @@ def _gradient_fusion() -> Iterator[Replacement]:
 
 
 def _accumulate_weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    launched(2 * x.numel() * gradient.shape[-1], x, gradient, main_grad, main_grad)
+    launched(2 * x.numel() * gradient.shape[-1], x, gradient, main_grad, main_grad, tf32=False)
 
 
 class _OutputGate(torch.autograd.Function):

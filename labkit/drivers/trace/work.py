@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from math import inf
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _LOOK_UP = frozenset("embedding index index_select gather take".split())
 _SCATTER = frozenset("scatter_ scatter_add_ scatter_reduce_ index_put_ _index_put_impl_ index_add_ index_copy_".split())
 """Touch of what they change as much as they are given."""
 
+_OPERANDS = {torch.float64: "fp64", torch.float32: "fp32", torch.uint8: "fp8"}
+"""What is not 16 bits wide, by PyTorch's name; FP8 is in bytes."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 type _Place = tuple[str, str, bool]
@@ -73,7 +76,7 @@ class WorkCounter:
         self._origin = origin
         self.iteration = iteration
         """The one that counts."""
-        self._per_flop, self._per_byte = 1 / gpu.bf16_flops, 1 / gpu.hbm_bytes_per_second
+        self._products, self._per_byte = gpu.products, 1 / gpu.hbm_bytes_per_second
         self._per_message_byte = 1 / gpu.nvlink_bytes_per_second
         self._phase = ""
         self._borrowed: str | None = None
@@ -97,13 +100,20 @@ class WorkCounter:
         if count is not None:
             count(args, kwargs, result)
 
-    def launch(self, flops: int, hbm_bytes: int, launches: int = 1) -> None:
+    def launch(self, hbm_bytes: int, launches: int = 1, flops: int = 0, flops_per_second: float = inf) -> None:
         """Work done here and now."""
         sums = self._here()
         sums.launches += launches
         sums.flops += flops
         sums.hbm_bytes += hbm_bytes
-        sums.seconds += max(flops * self._per_flop, hbm_bytes * self._per_byte)
+        sums.seconds += max(flops / flops_per_second, hbm_bytes * self._per_byte)
+
+    def product(self, flops: int, touched: Any, *, tf32: bool, launches: int = 1) -> None:
+        """A matrix product of the first of the device's tensors in `touched`, which has all that it reads or writes."""
+        operand = next(device_tensors(touched), None)
+        if operand is not None:
+            peak = self._products.of(_OPERANDS.get(operand.dtype, ""), tf32=tf32)
+            self.launch(traffic(touched), launches, flops, peak)
 
     def exchange(self, kind: str, ranks: int, nbytes: int) -> None:
         """A message of which this rank puts `nbytes` on the wire."""
@@ -123,7 +133,7 @@ class WorkCounter:
         """It ends, and leaves `kept_bytes` of new tensors."""
         region, self._region = self._region, None
         if region is not None and (kept_bytes or region.read):
-            self.launch(0, region.traffic + kept_bytes)
+            self.launch(region.traffic + kept_bytes)
 
     @contextmanager
     def _during(self, phase: str) -> Iterator[None]:
@@ -206,13 +216,14 @@ class WorkCounter:
             return None
         formula = flop_registry.get(function.overloadpacket)
         if formula is not None:
-            return partial(self._product, formula)
+            return partial(self._product, formula, "convolution" in name)
         return partial(self._kernel, name, not function._schema.returns)
 
-    def _product(self, formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> None:
-        touched = traffic(args) + traffic(result)
-        if touched:
-            self.launch(formula(*args, **kwargs, out_val=result), touched)
+    def _product(self, formula: Callable[..., int], convolves: bool, args: Any, kwargs: Any, result: Any) -> None:
+        if traffic(args) + traffic(result):
+            # cuBLAS rounds fp32 to TF32 where PyTorch is told so (by default it is not), cuDNN by default.
+            tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32
+            self.product(formula(*args, **kwargs, out_val=result), [args, result], tf32=tf32)
 
     def _kernel(self, name: str, in_place: bool, args: Any, kwargs: Any, result: Any) -> None:
         if self._region is not None:
@@ -227,7 +238,7 @@ class WorkCounter:
         else:
             touched = traffic(args) + (traffic(args[0]) if in_place else traffic(result))
         if touched:
-            self.launch(0, touched)
+            self.launch(touched)
 
     def _collective(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
@@ -357,11 +368,19 @@ def counted_by(counter: WorkCounter) -> Iterator[None]:
         _active.remove(counter)
 
 
-def launched(flops: int, *touched: Any, launches: int = 1) -> None:
-    """A stand-in says what the real thing does: its FLOPs, and the tensors (or lists of them) it reads or writes."""
+def launched(flops: int, *touched: Any, launches: int = 1, tf32: bool = True) -> None:
+    """A stand-in says what the real thing does: its FLOPs, and the tensors (or lists of them) it reads or writes.
+
+    The first is an operand of its products. Transformer Engine multiplies operands in fp32 in TF32
+    (`common/gemm/cublaslt_gemm.cu`: CUBLAS_COMPUTE_32F_FAST_TF32), as Triton does where a kernel says nothing else.
+    """
     for counter in _active:
-        if counter.counting:
-            counter.launch(flops, traffic(touched), launches)
+        if not counter.counting:
+            continue
+        if flops:
+            counter.product(flops, touched, tf32=tf32, launches=launches)
+        else:
+            counter.launch(traffic(touched), launches)
 
 
 def exchanged(kind: str, ranks: int, nbytes: int) -> None:
