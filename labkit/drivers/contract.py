@@ -107,6 +107,10 @@ class Unfinished(WorkError):
         """The phase it was in."""
 
 
+class NotFiniteError(WorkError):
+    """A loss or a gradient is no number."""
+
+
 class Failure(Part):
     """Why a measurement did not pass."""
 

@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import global_vars, training
 from megatron.training.utils import calc_params_l2_norm
 
+from labkit.drivers.contract import NotFiniteError
 from labkit.workload import Workload
 
 PhaseCallback = Callable[[int, str], None]
@@ -72,6 +73,8 @@ class TrainingStep:
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.iteration = 0
+        self.gradient_norm: Any = None
+        """Of all gradients of the last step, before clipping; None where none were clipped."""
         self._phase = phase
         self._reported = ""
         self._schedule = get_forward_backward_func()
@@ -125,9 +128,13 @@ class TrainingStep:
             self._phase(self.iteration, phase)
 
     def run(self) -> torch.Tensor | None:
-        """Take one step; returns the mean loss over its micro-batches, a scalar on the device, where the head is."""
+        """Take one step; returns the mean loss over its micro-batches, a scalar on the device, where the head is.
+
+        Raises:
+            NotFiniteError: Megatron has found the loss or the gradients not to be finite, here or on another rank.
+        """
         self.arguments.curr_iteration = self.iteration
-        losses, *_ = training.train_step(
+        losses, _, _, exits, _, norm, _, _ = training.train_step(
             _forward,
             self._batches,
             self.chunks,
@@ -137,6 +144,8 @@ class TrainingStep:
             self._forward_backward,
             iteration=self.iteration,
         )
+        if exits:
+            raise NotFiniteError(f"step {self.iteration} was given up: its loss or its gradients are not finite")
         if self.arguments.log_params_norm:
             calc_params_l2_norm(self.chunks)
         if self._late_hooks and self.iteration == 1:
@@ -145,6 +154,7 @@ class TrainingStep:
             self._gather_together()
             if self._graphs is not None and self._graphs.capture_finished():
                 self._graphs.cuda_graph_set_manual_hooks()
+        self.gradient_norm = norm
         loss: torch.Tensor | None = losses.get("lm loss")
         return loss
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from labkit.console import printable
-from labkit.drivers.trace.process import own_module
+from labkit.drivers.process import own_module
 from labkit.errors import InputError, WorkError, nearest
 from labkit.files import read_regular
 from labkit.importers.fields import Arguments, Fields, fields, known_gpu

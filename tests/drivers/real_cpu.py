@@ -63,6 +63,8 @@ class Storages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[Any]]] = {}
+        self.bytes = 0
+        """Of those alive."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,16 +84,21 @@ class Storages(TorchDispatchMode):
 
         def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
             if key in self._living and self._living[key][0] is reference:
-                del self._living[key]
+                self.bytes -= self._living.pop(key)[1][1]
 
         self._living[key] = weakref.ref(storage, died), [str(tensor.dtype)[6:], storage.nbytes()]
+        self.bytes += storage.nbytes()
+        self.grown()
+
+    def grown(self) -> None:
+        """More is alive than before."""
 
     def alive(self, without: set[int]) -> list[list[Any]]:
         """Those that hold anything, but for some, by their address."""
         return [held for key, (_, held) in self._living.items() if held[1] and key not in without]
 
 
-def _replace_cuda() -> None:
+def replace_cuda() -> None:
     """What Megatron asks the device."""
     idle = Idle()
     properties = SimpleNamespace(name="CPU", major=9, minor=0, multi_processor_count=1)
@@ -140,7 +147,7 @@ def _rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _prepare_megatron() -> None:
+def prepare_megatron() -> None:
     """Megatron without CUDA's libraries: its own layers, PyTorch's norms and optimizer."""
     for library in ("transformer_engine", "apex", "amp_C", "flash_attn", "fla", "mamba_ssm", "causal_conv1d"):
         sys.modules[library] = None  # type: ignore[assignment]
@@ -174,19 +181,17 @@ def _unseen(host_batches: Any) -> Any:
 
 def train(workload: Workload, folder: Path) -> dict[str, Any]:
     """Take the steps; returns the losses, and by iteration and phase what is alive when it begins."""
-    from labkit.drivers import build
     from labkit.drivers.arguments import megatron_arguments
-    from labkit.drivers.step import TrainingStep
+    from labkit.drivers.cell import Cell
+    from labkit.drivers.watch import Watch
 
     gc.disable()
     alive: list[tuple[int, str, list[Any]]] = []
     losses: list[float] = []
     with CudaAsCpu(), Storages() as storages:
         arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
-        build.initialize_megatron(arguments)
-        chunks = build.build_model(workload, arguments)
-        wrapped = build.wrap(arguments, chunks)
-        optimizer: Any = build.build_optimizer(arguments, wrapped)
+        cell = Cell(workload, arguments, Watch())
+        optimizer: Any = cell.optimizer
 
         def phase(iteration: int, name: str) -> None:
             # gloo's threads let go of a collective's tensors a moment after it is over (`ProcessGroupGloo::runLoop`).
@@ -196,7 +201,7 @@ def train(workload: Workload, folder: Path) -> dict[str, Any]:
             counts = {state["step"].untyped_storage()._cdata for state in states}
             alive.append((iteration, name, storages.alive(without=counts)))
 
-        step = TrainingStep(workload, arguments, wrapped, optimizer, phase)
+        step = cell.step(phase)
         for _ in range(STEPS):
             gc.collect()
             loss = step.run()
@@ -212,8 +217,8 @@ def main(workload: Workload, rank: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    _replace_cuda()
-    _prepare_megatron()
+    replace_cuda()
+    prepare_megatron()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     result = train(workload, folder)
     (folder / f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from labkit.drivers.contract import RankRecord, Unfinished
-from labkit.drivers.trace.process import own_module
+from labkit.drivers.process import own_module
 from labkit.drivers.trace.versions import unsupported_version
 from labkit.errors import InputError, WorkError
 from labkit.files import temporary_folder

@@ -1,10 +1,10 @@
-"""Processes of this very labkit, for what needs Megatron Core imported under a GPU that is not there."""
+"""Processes of this very labkit: what imports Megatron Core does so in one of its own."""
 
 import os
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def own_module(name: str) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,5 @@
+"""The driver that measures on GPUs: a fresh process group for each cell, started by torchrun.
+
+`driver.py` is the caller's side and imports no torch; `launch.py` is torchrun under a watch; `rank.py` is what each
+rank runs, on the `device.py` it is given; `report.py` is what a rank says; `machine.py` is what this machine has.
+"""

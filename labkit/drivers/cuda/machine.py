@@ -1,0 +1,84 @@
+"""What this machine has for measuring: GPUs and libraries. Imports no torch; GPUs are asked for by `nvidia-smi`."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SOURCES = (
+    "workload/behaviour.py",
+    "drivers/arguments.py",
+    "drivers/build.py",
+    "drivers/cell.py",
+    "drivers/environment.py",
+    "drivers/step.py",
+    "drivers/cuda/*.py",
+)
+_LIBRARIES = ("torch", "megatron-core", "transformer-engine", "fla-core")
+_SECONDS = 30
+
+
+class InstalledGpu(NamedTuple):
+    """One GPU of this machine."""
+
+    name: str
+    total_bytes: int
+    driver: str
+
+
+@cache
+def installed_gpus() -> tuple[InstalledGpu, ...]:
+    """The GPUs that a process here may use, in CUDA's order; none where there is no driver.
+
+    `CUDA_VISIBLE_DEVICES` is followed, which `nvidia-smi` does not do.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = {}
+    for line in answer.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(query[1].split(",")) and fields[3].isdigit():
+            index, uuid, name, mebibytes, driver = fields
+            gpu = InstalledGpu(name, int(mebibytes) * 2**20, driver)
+            found[index] = found[uuid] = gpu
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(gpu for index, gpu in found.items() if index.isdigit())
+    return tuple(found[each] for each in re.split(r"\s*,\s*", visible.strip()) if each in found)
+
+
+@cache
+def cuda_versions() -> dict[str, str]:
+    """Versions by name, and the GPU; `cuda driver` is a hash of our driver's source: a changed one measures anew."""
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
+            digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    gpus = installed_gpus()
+    return {
+        "labkit": installed_version("labkit"),
+        "cuda driver": digest.hexdigest()[:16],
+        **{name: installed_version(name) for name in _LIBRARIES},
+        "GPU": gpus[0].name if gpus else "none",
+        "NVIDIA driver": gpus[0].driver if gpus else "none",
+    }
+
+
+def installed_version(name: str) -> str:
+    """Of a distribution, or `not installed`."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

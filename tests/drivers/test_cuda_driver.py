@@ -1,0 +1,273 @@
+"""The GPU driver on CPUs: torchrun, two processes, gloo, Megatron's own layers; all but the calls of `torch.cuda`."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.drivers.contract import Measurement, NotFiniteError, PhasePeak, Unfinished
+from labkit.drivers.cuda import driver as cuda_driver
+from labkit.drivers.cuda.driver import CudaDriver, Plan
+from labkit.drivers.cuda.faults import WorldSizeError, outcome_of, sentence_of
+from labkit.drivers.cuda.report import Exits, Fault, Report
+from labkit.errors import InputError
+from tests.drivers.test_real_cpu import RANKS, workload
+from tests.small import selective
+
+CELL = workload(1, selective())
+PHASES = ("forward", "backward", "grad_sync", "optimizer")
+WARMUP, STEPS = 1, 2
+
+
+def driver(**plan: Any) -> CudaDriver:
+    """Measures on this machine's CPUs as if they were GPUs."""
+    stated: dict[str, Any] = {"warmup": WARMUP, "steps": STEPS, "seconds": 240.0, **plan}
+    return CudaDriver(Plan(**stated), gpus=RANKS, module="tests.drivers.cpu_rank")
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, does: str, iteration: int = 2, phase: str = "backward", **plan: Any
+) -> Measurement:
+    """What is measured where rank 1 fails as a phase begins."""
+    at = 1 + (iteration - 1) * len(PHASES) + PHASES.index(phase)
+    monkeypatch.setenv("LABKIT_TEST_FAULT", json.dumps({"rank": 1, "at": at, "does": does}))
+    return driver(**plan).run(CELL).measurement
+
+
+def test_a_run_that_passes_fills_the_contract(tmp_path: Path) -> None:
+    told: list[tuple[int, str]] = []
+    measured = driver(snapshots=tmp_path).run(CELL, lambda *phase: told.append(phase))
+    measurement = measured.measurement
+    assert measurement.outcome == "ok", measurement.failure
+    assert [record.rank for record in measurement.ranks] == [0, 1]
+    for record in measurement.ranks:
+        phases = [(phase.iteration, phase.phase) for phase in record.phases]
+        assert phases == [(0, "setup"), *((step, name) for step in range(1, WARMUP + STEPS + 1) for name in PHASES)]
+        assert record.parameters == 2 * 128 * 64 + 32 * 64 + 2 * 37_600 + 2 * 64, "both embeddings, layers, last norm"
+        assert record.between_steps_bytes
+        assert all(phase.peak_reserved_bytes == phase.peak_allocated_bytes + 2**20 for phase in record.phases)
+    assert measurement.steady_iterations == len(measurement.step_times_ms) == STEPS
+    assert measurement.step_time_ms == pytest.approx(sum(measurement.step_times_ms) / STEPS)
+    assert len(measurement.losses) == len(measurement.gradient_norms) == WARMUP + STEPS
+    assert all(0.5 * math.log(128) < loss < 1.5 * math.log(128) for loss in measurement.losses)
+    assert Measurement.model_validate_json(measurement.model_dump_json(), strict=False) == measurement
+    assert told, "progress is told"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.pickle", "rank-1.pickle"]
+
+
+def test_out_of_memory_says_where_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    measurement = failing(monkeypatch, "oom")
+    failure = measurement.failure
+    assert failure is not None
+    assert (measurement.outcome, failure.rank, failure.phase) == ("oom", 1, "backward")
+    assert failure.message == "CUDA out of memory. Tried to allocate more than there is."
+    assert failure.requested_bytes
+    assert failure.allocated_bytes
+    assert (failure.free_bytes, failure.reserved_bytes) == (8 * 2**30, failure.allocated_bytes + 2**20)
+    assert measurement.peak_allocated_bytes is None, "how far it came is no peak"
+    (evidence,) = [record for record in measurement.ranks if record.rank == 1]
+    assert (evidence.phases[-1].iteration, evidence.phases[-1].phase) == (2, "backward")
+
+
+def test_a_rank_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    measurement = failing(monkeypatch, "killed")
+    assert measurement.outcome == "rank_died"
+    assert measurement.failure is not None
+    assert (measurement.failure.rank, measurement.failure.phase) == (1, "backward")
+    assert "rank 1" in measurement.failure.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "outcome", "says"),
+    [
+        ("cuda_error", "cuda_error", "an illegal memory access was encountered"),
+        ("not finite", "non_finite", "its loss or its gradients are not finite"),
+        ("exits", "rank_died", "exit code 3: a library gave up"),
+        ("hangs", "collective_timeout", "imed out"),
+    ],
+)
+def test_each_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch, does: str, outcome: str, says: str) -> None:
+    measurement = failing(monkeypatch, does, phase="forward", collective_seconds=8)
+    assert measurement.failure is not None
+    assert (measurement.outcome, says in measurement.failure.message) == (outcome, True), measurement.failure
+
+
+@pytest.mark.slow
+def test_a_cell_that_hangs_is_ended_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_TEST_RUN", "hangs")
+    measurement = failing(monkeypatch, "hangs", seconds=60.0)
+    assert measurement.outcome == "timed_out"
+    assert measurement.failure is not None
+    assert measurement.failure.phase in PHASES
+    assert _gone("hangs")
+
+
+@pytest.mark.slow
+def test_ranks_leave_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_TEST_FAULT", json.dumps({"rank": 1, "at": 2, "does": "hangs"}))
+    monkeypatch.setenv("LABKIT_TEST_RUN", "orphans")
+    runner = subprocess.Popen([sys.executable, "-c", _RUNNER])
+    while len(_ranks("orphans")) < RANKS:
+        time.sleep(0.2)
+    time.sleep(2)
+    runner.kill()
+    runner.wait()
+    assert _gone("orphans")
+
+
+_RUNNER = """
+from tests.drivers.test_cuda_driver import CELL, driver
+driver().run(CELL)
+"""
+
+
+def _ranks(run: str) -> list[int]:
+    """The numbers of rank processes of a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        if (
+            b"tests.drivers.cpu_rank" in words
+            and f"LABKIT_TEST_RUN={run}".encode() in variables
+            and b"--redirects" not in words
+        ):
+            found.append(int(path.name))
+    return found
+
+
+def _gone(run: str) -> bool:
+    """Whether all processes of a run end, soon."""
+    deadline = time.monotonic() + 20
+    while _ranks(run) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not _ranks(run)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "outcome", "says"),
+    [(0, "unsupported", "no NVIDIA GPU; `labkit trace`"), (8, "wrong_world_size", "2 ranks and this machine has 8")],
+)
+def test_what_cannot_run_is_said_before_anything_starts(gpus: int, outcome: str, says: str) -> None:
+    with pytest.raises(Unfinished, match=says) as caught:
+        CudaDriver(gpus=gpus).run(CELL)
+    assert caught.value.outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "sentence"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to.\nSee"), "oom", "CUDA out of memory. Tried to."),
+        (
+            RuntimeError("CUDA error: misaligned address\nFor debugging"),
+            "cuda_error",
+            "RuntimeError: CUDA error: misaligned address",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "cuda_error", None),
+        (torch.distributed.DistBackendError("NCCL error\nncclInternalError: timed out"), "collective_timeout", None),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error"), "failed", None),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:28901"),
+            "rank_died",
+            None,
+        ),
+        (RuntimeError("Rank 0, step 1: found Inf in local grad norm"), "non_finite", None),
+        (NotFiniteError("the loss of step 3 is nan"), "non_finite", "the loss of step 3 is nan"),
+        (WorldSizeError("2 and 8"), "wrong_world_size", "2 and 8"),
+        (InputError("launch.arguments: no"), "unsupported", "launch.arguments: no"),
+        (AssertionError(), "failed", "AssertionError"),
+        (ValueError("x\ny"), "failed", "ValueError: y"),
+    ],
+)
+def test_what_an_error_means(error: Exception, outcome: str, sentence: str | None) -> None:
+    assert outcome_of(error) == outcome
+    assert sentence is None or sentence_of(error) == sentence
+
+
+def report(rank: int, fault: Fault | None = None) -> Report:
+    """What a rank of `CELL` says that took two steps."""
+    peaks = [(0, "setup"), *((step, name) for step in (1, 2) for name in PHASES)]
+    return Report(
+        rank=rank,
+        stage=0,
+        parameters=10,
+        parameter_bytes=20,
+        phases=tuple(
+            PhasePeak(iteration=step, phase=name, peak_allocated_bytes=100 + rank, peak_reserved_bytes=200)
+            for step, name in peaks
+        ),
+        between_steps_bytes=50,
+        step_seconds=(0.5 + rank / 10,),
+        losses=(4.8, 4.7) if rank else (),
+        gradient_norms=(1.0, 1.0),
+        flops=10**12,
+        versions={"CUDA": "13.0"},
+        environment={"device": f"GPU {rank}", "routing": "even"},
+        fault=fault,
+    )
+
+
+def measured(folder: Path) -> Measurement:
+    """What the driver makes of a folder of reports."""
+    return cuda_driver._measurement(CELL, folder, None, 1.0)
+
+
+def test_reports_become_one_measurement(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        report(rank).write(Report.path(tmp_path, rank))
+    measurement = measured(tmp_path)
+    assert measurement.outcome == "ok"
+    assert measurement.peak_allocated_bytes == 101, "the fullest rank's"
+    assert measurement.step_time_ms == pytest.approx(600.0), "the slowest rank's"
+    assert measurement.tflops_per_gpu == pytest.approx(1 / 0.6 / RANKS)
+    assert measurement.losses == (4.8, 4.7), "the last stage's"
+    assert measurement.environment["device"] == "GPU 0 and GPU 1"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\xff\xfe", b'{"rank": 1, "phases": "x"}'])
+def test_a_damaged_report_fails_the_cell_and_no_reader(tmp_path: Path, content: bytes) -> None:
+    report(0).write(Report.path(tmp_path, 0))
+    Report.path(tmp_path, 1).write_bytes(content)
+    measurement = measured(tmp_path)
+    assert measurement.outcome == "failed"
+    assert measurement.failure is not None
+    assert measurement.failure.message.startswith("its report cannot be read: rank-1.json")
+
+
+def test_a_report_that_lacks_part_of_the_contract_fails_the_cell(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        report(rank).model_copy(update={"losses": (), "step_seconds": ()}).write(Report.path(tmp_path, rank))
+    measurement = measured(tmp_path)
+    assert measurement.outcome == "failed"
+    assert measurement.failure is not None
+    for lacking in ("step_time_ms", "losses", "a steady iteration"):
+        assert lacking in measurement.failure.message
+
+
+def test_the_cause_is_told_from_what_follows(tmp_path: Path) -> None:
+    lost = cuda_driver._fault("rank_died", "backward", "connection closed by peer", 0)
+    report(0, lost).write(Report.path(tmp_path, 0))
+    assert "rank 1 ended without a word" in measured(tmp_path).failure.message  # type: ignore[union-attr]
+    Exits(codes={0: -signal.SIGTERM, 1: -signal.SIGKILL}).write(Exits.path(tmp_path, 0))
+    assert "rank 1 was killed (SIGKILL)" in measured(tmp_path).failure.message  # type: ignore[union-attr]
+    report(1, cuda_driver._fault("oom", "forward", "out of memory", 1)).write(Report.path(tmp_path, 1))
+    assert measured(tmp_path).outcome == "oom"
+
+
+def test_the_watchdogs_abort_is_a_timeout(tmp_path: Path) -> None:
+    report(0).write(Report.path(tmp_path, 0))
+    Exits(codes={1: -signal.SIGABRT}).write(Exits.path(tmp_path, 0))
+    log = tmp_path / "logs" / "run" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)\nterminate called\n")
+    assert measured(tmp_path).outcome == "collective_timeout"
