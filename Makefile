@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test grid accuracy cells jobs lab lint bench lock clean
+.PHONY: help env report test faults grid accuracy cells jobs lab lint bench lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -20,9 +20,12 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 	@$(BIN)/labkit report $(STUDY)
 
 # One file's tests stay in one process: they share what their fixtures built.
-test: env  ## Run all tests but most of the grid (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid" --durations 25 \
+test: env  ## Run all tests but most of the grid and the long loops of faults (PYTEST_ARGS="-k name" for some)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid and not faults" --durations 25 \
 	    $(PYTEST_ARGS)
+
+faults: env  ## Kill runners and workers at 50 random moments each, damage result files at every byte (about 15 minutes)
+	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 grid: env  ## Hold the estimate against the trace on every workload of the grid
 	@$(BIN)/python benchmarks/estimate_vs_trace.py $(GRID_ARGS)

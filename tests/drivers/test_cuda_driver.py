@@ -84,7 +84,7 @@ def test_a_rank_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert "rank 1" in measurement.failure.message
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("does", "outcome", "says"),
     [
@@ -100,7 +100,7 @@ def test_each_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch, does: str, outc
     assert (measurement.outcome, says in measurement.failure.message) == (outcome, True), measurement.failure
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_cell_that_hangs_is_ended_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TEST_RUN", "hangs")
     measurement = failing(monkeypatch, "hangs", seconds=60.0)
@@ -110,7 +110,7 @@ def test_a_cell_that_hangs_is_ended_at_its_limit(monkeypatch: pytest.MonkeyPatch
     assert _gone("hangs")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_ranks_leave_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TEST_FAULT", json.dumps({"rank": 1, "at": 2, "does": "hangs"}))
     monkeypatch.setenv("LABKIT_TEST_RUN", "orphans")
