@@ -163,6 +163,57 @@ def trace(
 
 
 @app.command()
+def measure(
+    workload: WorkloadArgument,
+    *,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", min=1, max=1000, help="Runs, each by fresh processes.")
+    ] = 1,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, max=1000, help="Steps before those that are timed.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=10**5, help="Steps that are timed.")] = 10,
+    time_limit: Annotated[
+        int, typer.Option("--time-limit", min=1, max=10**6, metavar="SECONDS", help="The longest that a run may take.")
+    ] = 1800,
+    budget: Annotated[
+        int | None,
+        typer.Option("--budget", min=1, max=10**7, metavar="SECONDS", help="The longest that all may take."),
+    ] = None,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshots",
+            metavar="DIR",
+            parser=_path,
+            help="Also write each rank's memory snapshot, at its failure if it fails.",
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure the peak memory and the step time on this machine's GPUs: the real step, by torchrun."""
+    from labkit.drivers.cuda.driver import Plan, measured
+    from labkit.drivers.cuda.runs import Runs
+    from labkit.workload import Workload
+
+    checked = Workload.load(workload)
+    plan = Plan(warmup=warmup, steps=steps, seconds=time_limit, snapshots=snapshots)
+    with _watching(checked.model.name, "measuring") as on_phase:
+        made = tuple(measured(checked, plan, repetitions=repetitions, budget=budget, on_phase=on_phase))
+    runs = Runs(runs=made, estimated_peak_bytes=_estimated_peak(checked))
+    _show(runs, json)
+    if not runs.passed:
+        raise typer.Exit(1)
+
+
+def _estimated_peak(workload: "Workload") -> int | None:
+    from labkit.memory.estimate import estimate as estimated
+
+    try:
+        return estimated(workload).summary.peak_allocated_bytes
+    except InputError:  # what it runs has no price
+        return None
+
+
+@app.command()
 def compare(
     workload: WorkloadArgument,
     stage: StageOption = None,
@@ -316,6 +367,14 @@ def report(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(json: JsonOption = False) -> None:
+    """Say what this machine can do, and what is missing for the rest."""
+    from labkit.drivers.doctor import checkup
+
+    _show(checkup(), json)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(labkit.__version__)
@@ -349,21 +408,22 @@ def _tracing(
     workload: "Workload", workers: int | None = None, limits: "Limits | None" = None
 ) -> Iterator[tuple["TraceServer", "PhaseCallback"]]:
     """A server that traces, and what shows its phase on stderr where someone watches."""
+    from labkit.drivers.trace.server import TraceServer
+
+    with _watching(workload.model.name, "tracing") as on_phase, TraceServer(workers, limits) as server:
+        yield server, on_phase
+
+
+@contextmanager
+def _watching(name: str, doing: str) -> Iterator["PhaseCallback"]:
+    """What shows a phase on stderr where someone watches."""
     from rich.markup import escape
 
     from labkit.console import Terminal
-    from labkit.drivers.trace.server import TraceServer
 
-    console, name = Terminal(stderr=True), escape(workload.model.name)
-    with (
-        console.status(f"tracing {name} ...") as line,
-        TraceServer(workers, limits) as server,
-    ):
-
-        def on_phase(iteration: int, phase: str) -> None:
-            line.update(f"tracing {name}: iteration {iteration}, {escape(phase)}")
-
-        yield server, on_phase
+    shown = f"{doing} {escape(name)}"
+    with Terminal(stderr=True).status(f"{shown} ...") as line:
+        yield lambda iteration, phase: line.update(f"{shown}: iteration {iteration}, {escape(phase)}")
 
 
 def _existing(stage: int | None, workload: "Workload") -> int | None:

@@ -51,6 +51,25 @@ def _start_trace(workers: int, limits: "Limits | None") -> "Iterator[Started]":
         yield Started(server.run_stages, server.check)
 
 
+def _cuda_versions() -> Mapping[str, str] | None:
+    from labkit.drivers.cuda.machine import cuda_versions, installed_gpus
+
+    return cuda_versions() if installed_gpus() else None
+
+
+@contextmanager
+def _start_cuda(_workers: int, limits: "Limits | None") -> "Iterator[Started]":
+    from labkit.drivers.cuda.driver import CudaDriver, Plan
+
+    driver = CudaDriver(Plan() if limits is None else Plan(seconds=limits.seconds))
+    try:
+        # What Megatron refuses of launch arguments, the ranks find out: an outcome.
+        yield Started(driver.run, lambda _workload: None)
+    finally:
+        driver.close()
+
+
 KINDS: dict[CellDriver, Kind] = {
     "trace": Kind("traced", varies=False, versions=_trace_versions, start=_start_trace),
+    "cuda": Kind("measured", varies=True, versions=_cuda_versions, start=_start_cuda, workers=1),
 }

@@ -1,5 +1,6 @@
 """The GPU driver on CPUs: torchrun, two processes, gloo, Megatron's own layers; all but the calls of `torch.cuda`."""
 
+import io
 import json
 import math
 import signal
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from labkit.drivers.contract import Measurement, NotFiniteError, PhasePeak, Unfinished
+from labkit.drivers.contract import Failure, Measurement, NotFiniteError, PhasePeak, Unfinished
 from labkit.drivers.cuda import driver as cuda_driver
+from labkit.drivers.cuda import machine
 from labkit.drivers.cuda.driver import CudaDriver, Plan
 from labkit.drivers.cuda.faults import WorldSizeError, outcome_of, sentence_of
 from labkit.drivers.cuda.report import Exits, Fault, Report
+from labkit.drivers.cuda.runs import Runs
 from labkit.errors import InputError
 from tests.drivers.test_real_cpu import RANKS, workload
 from tests.small import selective
@@ -271,3 +275,47 @@ def test_the_watchdogs_abort_is_a_timeout(tmp_path: Path) -> None:
     log.parent.mkdir(parents=True)
     log.write_text("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)\nterminate called\n")
     assert measured(tmp_path).outcome == "collective_timeout"
+
+
+def test_a_person_reads_how_runs_ended(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        report(rank).write(Report.path(tmp_path, rank))
+    passed = measured(tmp_path)
+    failure = Failure(
+        phase="backward", message="CUDA out of memory.", rank=1, requested_bytes=3 * 2**29, free_bytes=2**30
+    )
+    report(1, Fault(outcome="oom", failure=failure)).write(Report.path(tmp_path, 1))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(Runs(runs=(passed, measured(tmp_path)), estimated_peak_bytes=102))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run 1 of 2: peak 0.00 GiB allocated, 0.00 reserved, rank 1 in setup of step 0; 600.0 ms a step" in text
+    said = "run 2 of 2: oom in backward of rank 1: CUDA out of memory. (1.50 GiB requested, 1.00 GiB free on the GPU)"
+    assert said in text
+    assert "as far as each rank came" in text
+    assert "estimated: 0.00 GiB (+0.99% of the measured peak)" in text
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA H200", "NVIDIA A100"]),
+        ("1", ["NVIDIA A100"]),
+        ("GPU-a, 1", ["NVIDIA H200", "NVIDIA A100"]),
+        ("", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_would_see(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, names: list[str]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\ncat <<'END'\n0, GPU-a, NVIDIA H200, 143771, 580.159\n1, GPU-b, NVIDIA A100, 81920, 580.159\nEND\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = machine.installed_gpus.__wrapped__()
+    assert [gpu.name for gpu in gpus] == names
+    assert all(gpu.total_bytes in (143771 * 2**20, 81920 * 2**20) for gpu in gpus)

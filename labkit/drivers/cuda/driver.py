@@ -3,9 +3,9 @@
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -184,6 +184,36 @@ class CudaDriver:
             if time.monotonic() > deadline:
                 reason = f"it took more than {self._plan.seconds:g} s; give it a longer time limit"
                 return _fault("timed_out", told[1], reason)
+
+
+def measured(
+    workload: Workload,
+    plan: Plan,
+    *,
+    repetitions: int = 1,
+    budget: float | None = None,
+    on_phase: PhaseCallback | None = None,
+) -> Iterator[Measurement]:
+    """Measurements of `workload` on this machine's GPUs, until there are enough or `budget` seconds are over.
+
+    The run that reaches the budget is ended there, as one that reaches its own limit is.
+
+    Raises:
+        Unfinished: see `CudaDriver.run`.
+    """
+    deadline = None if budget is None else time.monotonic() + budget
+    for number in range(1, repetitions + 1):
+        left = plan.seconds if deadline is None else min(plan.seconds, deadline - time.monotonic())
+        if left <= 0:
+            return
+        snapshots = plan.snapshots
+        if snapshots is not None and repetitions > 1:
+            snapshots /= f"run-{number}"
+        driver = CudaDriver(replace(plan, seconds=left, snapshots=snapshots))
+        try:
+            yield driver.run(workload, on_phase).measurement
+        finally:
+            driver.close()
 
 
 def _fault(outcome: Outcome, phase: str, message: str, rank: int | None = None) -> Fault:
