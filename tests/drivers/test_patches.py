@@ -59,10 +59,18 @@ tensor_before = dict(vars(torch.Tensor))
 compile_before = torch.compile
 with fake_cuda(GPUS["h200-141gb"]) as done:
     inside = [torch.cuda.is_available(), torch.cuda.get_device_properties(0).total_memory]
+    import fused_weight_gradient_mlp_cuda
+    main, other = torch.cuda.current_stream(), torch.cuda.stream(torch.cuda.Stream())
+    streams = []
+    for _ in range(2):
+        with other:
+            streams.append(torch.cuda.current_stream() == main)
+        streams.append(torch.cuda.current_stream() == main)
     silent = [str(replacement[:2]) for replacement in done if not replacement.allocates]
 print(json.dumps({
     "inside": inside,
     "silent": silent,
+    "streams": streams,
     "installed": len(done),
     "changed": [name for name in names if getattr(torch.cuda, name) is not before[name]],
     "tensor": [name for name, value in vars(torch.Tensor).items() if tensor_before.get(name) is not value]
@@ -86,6 +94,7 @@ def test_fake_cuda_restores_torch() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["inside"] == [True, int(139.81 * 2**30)]
     assert found["installed"] > 40
+    assert found["streams"] == [False, True] * 2, "a stream's context is entered as often as one likes"
     assert found["silent"] == [], "a replacement does not say what the real thing allocates"
     assert (found["changed"], found["tensor"], found["compile"], found["dynamo"]) == ([], [], True, False)
     assert found["available"] is False

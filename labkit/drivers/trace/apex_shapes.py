@@ -1,8 +1,9 @@
-"""APEX's layer norms and scaled softmax kernels, which Megatron Core's own (`local`) layers use.
+"""APEX's layer norms, scaled softmax kernels and weight gradients, which Megatron Core's own (`local`) layers use.
 
 NVIDIA's containers have them, and with its default options Megatron Core refuses local layers without. Sources: APEX
 `apex/contrib/layer_norm/layer_norm.py` (`FastLayerNormFN`), `apex/normalization/fused_layer_norm.py`
-(`FusedLayerNormAffineFunction`), `csrc/layer_norm_cuda_kernel.cu`, `csrc/megatron/scaled_*_softmax_cuda.cu`.
+(`FusedLayerNormAffineFunction`), `csrc/layer_norm_cuda_kernel.cu`, `csrc/megatron/scaled_*_softmax_cuda.cu`,
+`csrc/megatron/fused_weight_gradient_dense_cuda.cu`.
 """
 
 import sys
@@ -82,6 +83,11 @@ def _softmax_backward(gradient: Tensor, probabilities: Tensor, scale: Any) -> Te
     return gradient
 
 
+def _accumulate_weight_gradient(x: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
+    """One cuBLAS product, without TF32, straight into the gradient buffer."""
+    launched(2 * x.numel() * gradient.shape[-1], x, gradient, main_grad, main_grad, tf32=False)
+
+
 def _batch_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
     """`get_batch_per_block`, scaled_masked_softmax.h: 128 threads a block, one or two rows a warp."""
     elements = 1 << max(0, keys - 1).bit_length()
@@ -106,6 +112,9 @@ def replacements() -> Iterator[Replacement]:
             kernel, forward=_softmax_forward, backward=_softmax_backward, get_batch_per_block=_batch_per_block
         )
         yield Replacement(sys.modules, kernel, module, "the probabilities; backward overwrites the incoming gradient")
+    functions = dict.fromkeys(("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), _accumulate_weight_gradient)
+    kernels = _module("fused_weight_gradient_mlp_cuda", **functions)
+    yield Replacement(sys.modules, kernels.__name__, kernels, "nothing: it adds into main_grad")
 
 
 def _module(name: str, **names: Any) -> ModuleType:

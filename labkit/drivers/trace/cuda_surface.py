@@ -54,15 +54,18 @@ class Stream:
 Stream.current = Stream()
 
 
-@contextlib.contextmanager
-def on_stream(stream: Stream | None) -> Iterator[None]:
-    """`torch.cuda.stream`."""
-    before = Stream.current
-    Stream.current = stream or before
-    try:
-        yield
-    finally:
-        Stream.current = before
+class on_stream:
+    """`torch.cuda.stream`: one may be entered again when it has been left, as gradient synchronization does."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = Stream.current
+        Stream.current = self._stream or self._before
+
+    def __exit__(self, *exception: object) -> None:
+        Stream.current = self._before
 
 
 class Event:

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ def replacements() -> Iterator[Replacement]:
     importlib.import_module("labkit.drivers.build")
     yield from _host_code()
     yield from _random_numbers()
-    yield from _gradient_fusion()
     yield from _compiled_gate()
     yield from _collectives()
     yield from _fully_sharded()
@@ -60,21 +58,6 @@ def sharing_storage(share: Callable[[torch.Tensor, torch.Tensor], None]) -> Iter
     from megatron.core.tensor_parallel import random
 
     yield Replacement(random, "_get_share_storage", lambda: share, "nothing: both storages show the same memory")
-
-
-def _gradient_fusion() -> Iterator[Replacement]:
-    """APEX's kernel that adds a weight gradient straight into the gradient buffer."""
-    from megatron.core.tensor_parallel import layers
-
-    kernels = ModuleType("fused_weight_gradient_mlp_cuda")
-    for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
-        setattr(kernels, name, _accumulate_weight_gradient)
-    yield Replacement(layers, "fused_weight_gradient_mlp_cuda", kernels, "nothing: it writes main_grad")
-    yield Replacement(layers, "_grad_accum_fusion_available", True, NOTHING)
-
-
-def _accumulate_weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    launched(2 * x.numel() * gradient.shape[-1], x, gradient, main_grad, main_grad, tf32=False)
 
 
 class _OutputGate(torch.autograd.Function):
