@@ -26,6 +26,7 @@ from tests.drivers.test_real_cpu import RANKS, workload
 from tests.small import selective
 
 CELL = workload(1, selective())
+H200, A100 = "NVIDIA H200", "NVIDIA A100"
 PHASES = ("forward", "backward", "grad_sync", "optimizer")
 WARMUP, STEPS = 1, 2
 
@@ -298,9 +299,9 @@ def test_a_person_reads_how_runs_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("visible", "names"),
     [
-        (None, ["NVIDIA H200", "NVIDIA A100"]),
-        ("1", ["NVIDIA A100"]),
-        ("GPU-a, 1", ["NVIDIA H200", "NVIDIA A100"]),
+        (None, [H200, A100]),
+        ("1", [A100]),
+        ("GPU-a, 1", [H200, A100]),
         ("", []),
     ],
 )
