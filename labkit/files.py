@@ -56,13 +56,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
+def temporary_folder(prefix: str, within: Path | None = None) -> Iterator[Path]:
     """A folder that is gone afterwards; those that killed processes have left are removed on the way.
 
-    Its owner holds a lock on it, which ends with the process however it ends.
+    Its owner holds a lock on it, which ends with the process however it ends. It lies `within` a folder, or where the
+    system keeps such.
     """
-    _remove_abandoned(prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+    _remove_abandoned(prefix, within or Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -71,9 +72,9 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _remove_abandoned(prefix: str) -> None:
+def _remove_abandoned(prefix: str, within: Path) -> None:
     """Remove this user's old folders of the prefix that nobody has locked."""
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+    with suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
                 with suppress(OSError):

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -103,6 +104,28 @@ def test_each_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch, does: str, outc
     measurement = failing(monkeypatch, does, phase="forward", collective_seconds=8)
     assert measurement.failure is not None
     assert (measurement.outcome, says in measurement.failure.message) == (outcome, True), measurement.failure
+
+
+@pytest.mark.faults
+def test_ranks_of_several_nodes_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(_SRUN)
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cuda_driver, "allocated_nodes", lambda: ["localhost", "elsewhere"])
+    plan = Plan(warmup=WARMUP, steps=STEPS, seconds=240.0)
+    measurement = CudaDriver(plan, gpus=1, module="tests.drivers.cpu_rank").run(CELL).measurement
+    assert measurement.outcome == "ok", measurement.failure
+    assert [record.rank for record in measurement.ranks] == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["srun"]
+
+
+_SRUN = """#!/bin/bash
+# Both nodes are this one.
+[ "$*" = "--nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 ${*:8}" ] || exit 9
+SLURM_NODEID=1 "${@:8}" <&0 & SLURM_NODEID=0 "${@:8}" <&0 & wait -n && wait -n
+"""
 
 
 @pytest.mark.faults

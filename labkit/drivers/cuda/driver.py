@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from labkit.drivers.contract import Failure, Measurement, Outcome, RankRecord, Unfinished
-from labkit.drivers.cuda.machine import cuda_versions, installed_gpus
+from labkit.drivers.cuda.machine import allocated_nodes, cuda_versions, installed_gpus
 from labkit.drivers.cuda.report import Exits, Fault, Report, Request, progress_path
 from labkit.drivers.environment import variables
 from labkit.drivers.process import own_module
@@ -25,6 +25,8 @@ from labkit.workload import Workload
 PhaseCallback = Callable[[int, str], None]
 
 _POLL_SECONDS = 0.1
+_PORT = 29400
+"""Where ranks of several nodes meet on the first: torchrun's own default."""
 _TERA = 1e12
 _LAST_BYTES = 2**16
 _MOST_TELLING: tuple[Outcome, ...] = (
@@ -79,6 +81,7 @@ class CudaDriver:
         """`gpus` are the machine's, unless said; `module` is what each rank runs."""
         self._plan = plan or Plan()
         self._gpus = len(installed_gpus()) if gpus is None else gpus
+        self._nodes = allocated_nodes() or [""]
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,7 +93,8 @@ class CudaDriver:
         """
         self._check(workload)
         began = time.monotonic()
-        with temporary_folder("labkit-cuda-") as folder:
+        several = workload.parallelism.world_size > self._gpus
+        with temporary_folder("labkit-cuda-", Path.cwd() if several else None) as folder:
             ended = self._ranks(workload, folder, on_phase)
             return Measured(_measurement(workload, folder, ended, time.monotonic() - began))
 
@@ -108,14 +112,13 @@ class CudaDriver:
                 "unsupported",
                 "start",
             )
-        if world_size != self._gpus:
-            remedy = (
+        if world_size not in (self._gpus * nodes for nodes in range(1, len(self._nodes) + 1)):
+            has = f"{self._gpus} GPUs" + (f" on each of {len(self._nodes)} nodes" if len(self._nodes) > 1 else "")
+            fewer = (
                 f"set CUDA_VISIBLE_DEVICES to {world_size} of them" if world_size < self._gpus else "trace it instead"
             )
             raise Unfinished(
-                f"the workload has {world_size} ranks and this machine has {self._gpus} GPUs; {remedy}",
-                "wrong_world_size",
-                "start",
+                f"the workload has {world_size} ranks and this machine has {has}; {fewer}", "wrong_world_size", "start"
             )
         if workload.training.lora is not None:
             raise Unfinished(
@@ -143,13 +146,17 @@ class CudaDriver:
             snapshots=None if plan.snapshots is None else str(plan.snapshots.resolve()),
         ).write(Request.path(folder))
         command, environment = own_module("labkit.drivers.cuda.launch")
+        nodes = workload.parallelism.world_size // self._gpus
+        if nodes > 1:
+            each = ["--nodes", str(nodes), "--ntasks", str(nodes), "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+            command = ["srun", *each, *command]
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
             environment.pop(name, None)  # the workload says these
         settings = workload.training.allocator.label
         with (folder / "launch.log").open("wb") as log:
             # A group of its own: Ctrl-C in a terminal reaches the user's process alone, which then ends it in order.
             self._process = subprocess.Popen(
-                [*command, str(folder), self._module, "1", "0", str(self._gpus), ""],
+                [*command, str(folder), self._module, str(self._gpus), str(nodes), f"{self._nodes[0]}:{_PORT}"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,6 @@
-"""torchrun under a watch: `python -m labkit.drivers.cuda.launch FOLDER MODULE NODES NODE PER_NODE ENDPOINT`.
+"""torchrun under a watch: `python -m labkit.drivers.cuda.launch FOLDER MODULE PER_NODE NODES ENDPOINT`.
+
+One for each node; of several nodes, Slurm says which one this is (`SLURM_NODEID`), and the first is at the endpoint.
 
 It leaves as soon as its standard input ends, which happens when the driver dies, however that dies; its ranks leave
 with it. How ranks ended that wrote no report, it says in `labkit.drivers.cuda.report.Exits`.
@@ -20,8 +22,9 @@ LAUNCHER = "LABKIT_LAUNCHER"
 """The variable that has the number of torchrun's process, for its ranks."""
 
 
-def main(folder: Path, module: str, nodes: int, node: int, per_node: int, endpoint: str) -> int:
-    """Run the ranks of one node."""
+def main(folder: Path, module: str, per_node: int, nodes: int, endpoint: str) -> int:
+    """Run the ranks of one node; returns the exit code."""
+    node = int(os.environ["SLURM_NODEID"]) if nodes > 1 else 0
     os.environ[LAUNCHER] = str(os.getpid())
     threading.Thread(target=_leave_with_the_driver, daemon=True).start()
     meeting = (
@@ -60,5 +63,5 @@ def _leave_with_the_driver() -> None:
 
 
 if __name__ == "__main__":
-    folder, module, nodes, node, per_node, endpoint = sys.argv[1:]
-    sys.exit(main(Path(folder), module, int(nodes), int(node), int(per_node), endpoint))
+    folder, module, per_node, nodes, endpoint = sys.argv[1:]
+    sys.exit(main(Path(folder), module, int(per_node), int(nodes), endpoint))

@@ -59,6 +59,18 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
     return tuple(found[each] for each in re.split(r"\s*,\s*", visible.strip()) if each in found)
 
 
+def allocated_nodes() -> list[str]:
+    """Names of the nodes of the Slurm job that this process is part of, the first one first; empty outside of any."""
+    names, program = os.environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
+    if names is None or program is None:
+        return []
+    try:
+        command = [program, "show", "hostnames", names]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 @cache
 def cuda_versions() -> dict[str, str]:
     """Versions by name, and the GPU; `cuda driver` is a hash of our driver's source: a changed one measures anew."""
