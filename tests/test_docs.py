@@ -25,15 +25,15 @@ def launches() -> list[dict[str, Any]]:
 
 
 def test_workload_and_study_of_the_documents_load(tmp_path: Path) -> None:
-    workload, _, study = blocks("docs/workload.md", "yaml")
+    workload, *_ = blocks("docs/workload.md", "yaml")
+    study, *_ = blocks("docs/study.md", "yaml")
     (tmp_path / "workload.yaml").write_text(workload)
     (tmp_path / "study.yaml").write_text(study)
-    base = Workload.load(tmp_path / "workload.yaml")
-    assert not base.findings
-    assert [each.workload.recompute.label for each in Matrix.load(tmp_path / "study.yaml").candidates][1:] == [
-        base.recompute.label,
-        "full uniform 1",
-    ]
+    assert not Workload.load(tmp_path / "workload.yaml").findings
+    matrix = Matrix.load(tmp_path / "study.yaml")
+    assert len(matrix.settings) + len(matrix.refused) >= 3 * 2 * 2, (
+        "every setting of the sweep is there or says why not"
+    )
 
 
 def test_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
