@@ -94,7 +94,18 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         namespace.bf16 = False
     with refusing(refused(workload)):
         validate(namespace)
+    _check_graphs(namespace)
     return namespace
+
+
+def _check_graphs(namespace: argparse.Namespace) -> None:
+    """Refuse what Megatron's validator lets pass and its schedule does not.
+
+    `_CudagraphRecordNode` returns its input, which makes a view; `deallocate_output_tensor` asserts that it has none.
+    """
+    if namespace.cuda_graph_impl == "local" and namespace.pipeline_model_parallel_size > 1:
+        reason = "Megatron Core 0.19 cannot free the outputs of pipeline stages that its own graphs hand on"
+        raise InputError(f"launch.arguments: --cuda-graph-impl local: {reason}; use transformer_engine")
 
 
 def _layers(spec: list[str]) -> Any:

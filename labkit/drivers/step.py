@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
@@ -99,6 +101,14 @@ class TrainingStep:
         for chunk in self.chunks:
             chunk.train()
         self._graphs = self._graph_helper() if arguments.cuda_graph_impl == "transformer_engine" else None
+        pools = {
+            "cuda_graph_warmup_steps": arguments.cuda_graph_warmup_steps,
+            "use_single_mempool": config.cuda_graph_use_single_mempool,
+        }
+        if arguments.cuda_graph_impl == "full_iteration":
+            self._schedule = FullCudaGraphWrapper(self._schedule, **pools)
+        if arguments.optimizer_cuda_graph:
+            optimizer.step = OptimizerCudaGraphWrapper(optimizer.step, **pools)
 
     def _graph_helper(self) -> TECudaGraphHelper:
         return TECudaGraphHelper(
@@ -163,7 +173,10 @@ class TrainingStep:
         self.iteration += 1
         self._begin("forward")
         with self._telling_turns():
-            return self._schedule(**arguments)
+            losses = self._schedule(**arguments)
+        if self._reported == "forward":
+            self._begin("backward")  # a graph of both was replayed, which no timer tells
+        return losses
 
     @contextmanager
     def _telling_turns(self) -> Iterator[None]:

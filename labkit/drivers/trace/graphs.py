@@ -3,7 +3,10 @@
 While a graph is captured its operators run here as ever, and what they make comes from the pool of the graph. A block
 that is freed during a capture goes back to that pool and to nobody else (`CUDACachingAllocator.cpp`, `PrivatePool`):
 no longer allocated, but reserved as long as the graph lives. So does the allocator's simulation know a pool: as streams
-with numbers below zero, which no other allocation is on and whose segments `empty_cache` leaves.
+with numbers below zero, which no other allocation is on and whose segments `empty_cache` leaves. Every stream that
+takes part in a capture allocates from its pool (`CUDAGraph::capture_begin` gives the allocator a filter of streams),
+also cuBLAS' workspace for a stream that had none. So a captured whole step (`full_iteration`) has its activations
+there, once more beside what the common pool keeps of the steps before it, and a replay allocates nothing.
 """
 
 import itertools

@@ -1,6 +1,5 @@
 """A trace in this process: real Megatron Core and Transformer Engine steps over meta tensors, every storage booked."""
 
-import argparse
 import gc
 import itertools
 import os
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
-from labkit.drivers.contract import Measurement, PhasePeak, RankRecord, Unfinished
+from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
 from labkit.drivers.environment import variables
 from labkit.drivers.trace import (
     compiled,
@@ -60,6 +59,8 @@ class _Built(NamedTuple):
     parameter_bytes: int
     names: dict[int, Name]
     """Of allocations, by their serial."""
+    passes_for_each: float
+    """A step's micro-batches for each that was run."""
 
 
 def trace_here(
@@ -219,8 +220,15 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
     from labkit.drivers.trace.state_names import optimizer_tensors
 
     # As many micro-batches as show all that a step holds.
-    arguments = megatron_arguments(workload, num_microbatches=workload.distinct_microbatches)
-    _refuse_graphs(workload, arguments)
+    microbatches = workload.distinct_microbatches
+    arguments = megatron_arguments(workload, num_microbatches=microbatches)
+    if arguments.cuda_graph_impl == "full_iteration":
+        # A graph of a whole step has inputs of each (`StaticBufferLoader`).
+        microbatches = workload.num_microbatches
+        arguments = megatron_arguments(workload, num_microbatches=microbatches)
+    if arguments.cuda_graph_impl == "full_iteration" or arguments.optimizer_cuda_graph:
+        # Megatron counts the steps before it captures one.
+        arguments.cuda_graph_warmup_steps = min(iterations, arguments.cuda_graph_warmup_steps)
     phase(0, "setup")
     naming = _Naming(tracker, arguments.use_megatron_fsdp)
     cell = Cell(workload, arguments, naming)
@@ -234,6 +242,7 @@ def _run(workload: Workload, tracker: StorageTracker, iterations: int, phase: Ph
         parameters=cell.parameters,
         parameter_bytes=cell.parameter_bytes,
         names=naming.names,
+        passes_for_each=workload.num_microbatches / microbatches,
     )
 
 
@@ -243,7 +252,8 @@ def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:
     A replay starts no operators: the work is that of the last step before.
     """
     graphs_by, warmup = step.arguments.cuda_graph_impl, step.arguments.cuda_graph_warmup_steps
-    if graphs_by != "none":
+    captures = graphs_by != "none" or step.arguments.optimizer_cuda_graph
+    if captures:
         # Megatron Core's own are captured in the first step.
         iterations = 1 if graphs_by == "local" else min(iterations, warmup)
         tracker.work.iteration = max(iterations, 1)
@@ -252,20 +262,8 @@ def _take(step: Any, iterations: int, tracker: StorageTracker) -> None:
         step.run()
     if graphs_by == "transformer_engine":
         step.capture()
-    for _ in range(0 if graphs_by == "none" else _STEPS_WITH_GRAPHS):
+    for _ in range(_STEPS_WITH_GRAPHS if captures else 0):
         step.run()
-
-
-def _refuse_graphs(workload: Workload, arguments: argparse.Namespace) -> None:
-    refused = None
-    if arguments.cuda_graph_impl == "full_iteration":
-        refused = "captures whole steps, of which a trace would show no phases"
-    elif arguments.cuda_graph_impl == "local" and workload.parallelism.pp > 1:
-        refused = "captures every micro-batch of a pipeline, and a trace runs only as many as differ"
-    if refused is not None:
-        impl = f"launch.arguments: --cuda-graph-impl {arguments.cuda_graph_impl}"
-        reason = f"{impl} {refused}; leave it out to trace the same step without CUDA graphs"
-        raise Unfinished(reason, "unsupported", "setup")
 
 
 def _buffers(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -306,7 +304,7 @@ def _trace(
                 phases=tuple(phases),
                 between_steps_bytes=ledger.between_steps().total(),
                 retained_bytes=ledger.retained().total(),
-                work=tracker.work.rows(workload),
+                work=tracker.work.rows(built.passes_for_each),
             ),
         ),
         steady_iterations=ledger.steady_iteration() - 1,

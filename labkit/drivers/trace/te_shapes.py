@@ -459,6 +459,8 @@ _FUNCTIONS: dict[str, Any] = {
     "fused_moe_aux_loss_bwd": fused_moe_aux_loss_bwd,
     "multi_tensor_adam": _adam,
     "multi_tensor_adam_param_remainder": _adam,
+    "multi_tensor_adam_capturable": _adam,
+    "multi_tensor_adam_capturable_master": _adam,
     "multi_tensor_scale": _in_place,
     "multi_tensor_sgd": _in_place,
     "multi_tensor_scale_tensor": _in_place,

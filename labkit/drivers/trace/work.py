@@ -28,7 +28,6 @@ from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.origin import OUTSIDE, Origin
 from labkit.drivers.trace.patches import NOTHING, Replacement
 from labkit.work import Exchange, WorkRow
-from labkit.workload import Workload
 from labkit.workload.gpu import Gpu
 
 _ALLOCATIONS = frozenset(
@@ -167,12 +166,11 @@ class WorkCounter:
             method = self._within(phase, getattr(_ParamAndGradBucketGroup, name))
             yield Replacement(_ParamAndGradBucketGroup, name, method, NOTHING)
 
-    def rows(self, workload: Workload) -> tuple[WorkRow, ...]:
-        """What was counted, layers of a kind in one row; passes that the trace left out count as those it ran."""
-        ran, all_of_them = workload.distinct_microbatches, workload.num_microbatches
+    def rows(self, passes: float = 1.0) -> tuple[WorkRow, ...]:
+        """What was counted, layers of a kind in one row; each pass of a micro-batch counts as `passes` of them."""
         folded: dict[_Place, _Sums] = {}
         for (module, phase, replayed), sums in self._sums.items():
-            times = all_of_them / ran if phase in ("forward", "backward") else 1.0
+            times = passes if phase in ("forward", "backward") else 1.0
             into = folded.setdefault((_NUMBER.sub(".*", module), phase, replayed), _Sums())
             into.checkpoints += round(sums.checkpoints * times)
             into.launches += round(sums.launches * times)
