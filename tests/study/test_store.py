@@ -82,14 +82,28 @@ def test_missing_cell_reads_as_none(store: Store) -> None:
     assert not store.directory.exists()
 
 
-def test_truncated_at_any_length_is_damage_by_name(store: Store) -> None:
+@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.faults)])
+def test_truncated_at_any_length_is_damage_by_name(store: Store, stride: int) -> None:
     path = put(store)
     whole = path.read_bytes()
-    for length in (0, 1, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
+    for length in {*range(0, len(whole), stride), 0, 1, len(whole) - 30, len(whole) - 1}:
         path.write_bytes(whole[:length])
-        with pytest.raises(DamagedCellError, match=path.name) as caught:
-            store.read(CELL.key)
-        assert caught.value.path == path
+        for read in (store.read, store.header):
+            with pytest.raises(DamagedCellError, match=path.name) as caught:
+                read(CELL.key)
+            assert caught.value.path == path
+
+
+@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.faults)])
+def test_garbage_from_any_byte_on_is_damage(store: Store, stride: int) -> None:
+    path = put(store)
+    whole = path.read_bytes()
+    generator = random.Random(8)  # noqa: S311
+    for length in range(0, len(whole), stride):
+        path.write_bytes(whole[:length] + generator.randbytes(len(whole) - length))
+        for read in (store.read, store.header):
+            with pytest.raises(DamagedCellError):
+                read(CELL.key)
 
 
 def test_a_flipped_byte_is_damage_or_changes_nothing(store: Store) -> None:
