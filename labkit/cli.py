@@ -86,6 +86,10 @@ StageOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Ranks traced at once.", show_default="2, or 1 on one CPU")
 ]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate or setting; may be repeated."),
+]
 DriverOption = Annotated[
     Literal["trace", "cuda"] | None,
     typer.Option("--driver", help="Only the cells of this driver.", show_default="all that can run here"),
@@ -242,10 +246,7 @@ def compare(
 def study_run(
     study: StudyArgument,
     *,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="LABEL", parser=_named, help="Only this candidate or setting; may be repeated."),
-    ] = None,
+    only: OnlyOption = None,
     driver: DriverOption = None,
     force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
     workers: WorkersOption = None,
@@ -260,6 +261,43 @@ def study_run(
     status = opened.run(only or (), drivers=[driver] if driver else (), force=force, workers=workers, limits=limits)
     _show(status, json)
     if status.count("failed"):
+        raise typer.Exit(1)
+
+
+@study_app.command("submit")
+def study_submit(
+    study: StudyArgument,
+    *,
+    only: OnlyOption = None,
+    driver: DriverOption = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, max=10_000, help="Of the array, at most.", show_default="the study file's"),
+    ] = None,
+    workers: WorkersOption = None,
+    time_limit: TimeLimitOption = 600,
+    memory_limit: MemoryLimitOption = 4,
+    local: Annotated[bool, typer.Option("--local", help="Processes of this machine in Slurm's place.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back when all jobs have ended.")] = False,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the missing results of a study as a Slurm array, with the resources that its file names."""
+    from labkit.study.slurm import submit
+
+    opened = _open(study, store)
+    submitted = submit(
+        opened,
+        only or (),
+        drivers=[driver] if driver else (),
+        jobs=jobs,
+        workers=workers,
+        limits=_limits(time_limit, memory_limit),
+        local=local,
+        wait=wait,
+    )
+    _show(opened.status() if wait else submitted, json)
+    if wait and (opened.missing(only or (), [driver] if driver else ())):
         raise typer.Exit(1)
 
 

@@ -10,7 +10,7 @@ the rules reject in some settings is kept with the rule's sentence, not run.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from pydantic import Field, PositiveInt, ValidationError
 from labkit.drivers.recorded import Published
 from labkit.errors import InputError, nearest
 from labkit.study.decision import Limit
+from labkit.study.slurm import Slurm
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 from labkit.workload.files import data_directory, load_mapping
@@ -55,6 +56,8 @@ class StudyFile(Part):
     published: str | None = None
     """Path of a file of published figures (from the study file), or a name in `data/published`."""
     target: Target | None = None
+    slurm: Slurm = Slurm()
+    """What `labkit study submit` asks a cluster for."""
 
 
 _MOST_CANDIDATES = 20_000
@@ -110,6 +113,7 @@ class Matrix:
     published: Published | None = None
     refused: tuple[tuple[str, str], ...] = ()
     """Of a sweep: label and reason of each combination that the rules reject."""
+    slurm: Slurm = field(default_factory=Slurm)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -164,6 +168,7 @@ class Matrix:
             repetitions=stated.repetitions,
             published=None if stated.published is None else Published.load(_find(stated.published, path, "published")),
             refused=tuple(refused),
+            slurm=stated.slurm,
         )
         if matrix.published is not None:
             # Now, not after the run.

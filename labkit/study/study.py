@@ -113,8 +113,7 @@ class Study:
             raise InputError(f"workers: {workers} cannot run anything; use 1 or more")
         asked = self._asked(drivers, given=driver is not None)
         cells = self._chosen(only, asked)
-        states = examine(cells, self.store)
-        missing = [cell for cell, status in zip(cells, states, strict=True) if force or status.state != "done"]
+        missing = cells if force else self._missing(cells)
         for name in asked:
             mine = [cell for cell in missing if cell.key.driver == name]
             if mine and (driver is not None or _runs_here(name)):
@@ -129,6 +128,18 @@ class Study:
                     leave=share is not None,
                 )
         return self._status(cells)
+
+    def missing(self, only: Sequence[str] = (), drivers: Sequence[CellDriver] = ()) -> list[Cell]:
+        """What `run` would make, wherever its drivers can run.
+
+        Raises:
+            InputError: an unknown label, or a driver that the study has not.
+        """
+        return self._missing(self._chosen(only, self._asked(drivers, given=True)))
+
+    def _missing(self, cells: Sequence[Cell]) -> list[Cell]:
+        states = examine(cells, self.store)
+        return [cell for cell, status in zip(cells, states, strict=True) if status.state != "done"]
 
     def _asked(self, drivers: Sequence[CellDriver], *, given: bool) -> tuple[CellDriver, ...]:
         """The drivers of the study to run, in its order."""
