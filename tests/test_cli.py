@@ -352,6 +352,9 @@ class FailingServer:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def check(self, workload: Workload) -> None:
+        pass
+
     def run_stages(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> NoReturn:
         raise Unfinished("the trace was ended in backward: it took more than 600 s", "timed_out", "backward")
 

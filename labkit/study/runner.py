@@ -119,6 +119,7 @@ def run_cells(
             run.stopped.set()
             abort()
             raise
+    store.sweep()  # others may have been killed meanwhile
     return run.results
 
 
