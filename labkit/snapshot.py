@@ -14,16 +14,9 @@ from labkit.workload.caching import DEFAULT, AllocatorSettings
 
 _LARGEST = 2**31
 """Bytes of a snapshot's file."""
-_RUN = re.compile(
-    b"(?:%b)*+"
-    % b"|".join(
-        re.escape(opcode.code.encode("latin-1")) + b".{%d}" % (opcode.arg.n if opcode.arg else 0)
-        for opcode in pickletools.opcodes
-        if (opcode.arg is None or opcode.arg.n >= 0) and "PUT" not in opcode.name and opcode.name != "STOP"
-    ),
-    re.DOTALL,
-)
-"""Opcodes with arguments of a fixed size that name no place in a pickle's memo: most of it, passed over at once."""
+_SHORT = 256
+"""Texts and numbers of fewer bytes are passed over with the rest."""
+_LIMIT = 2**63
 
 
 class _PlainData(pickle.Unpickler):
@@ -51,15 +44,36 @@ class Replayed(NamedTuple):
     simulated: list[int]
 
 
+def _harmless(length: int) -> re.Pattern[bytes]:
+    """A run of opcodes that any pickle of `length` bytes may have: nearly all of one, passed over at once.
+
+    Not in it are texts of `_SHORT` bytes or more, and places in the memo far beyond `length`.
+    """
+    by_argument: dict[int, list[bytes]] = {}
+    for opcode in pickletools.opcodes:
+        size = opcode.arg.n if opcode.arg else 0
+        if size >= 0 and "PUT" not in opcode.name and opcode.name != "STOP":
+            by_argument.setdefault(size, []).append(re.escape(opcode.code.encode("latin-1")))
+    runs = [b"[%b].{%d}" % (b"".join(codes), size) for size, codes in sorted(by_argument.items())]
+
+    def counted(zeros: int) -> bytes:
+        """As many bytes as a byte says, which `zeros` bytes of zero follow."""
+        return b"|".join(re.escape(bytes([size])) + b"\0" * zeros + b".{%d}" % size for size in range(_SHORT))
+
+    runs += [b"[\x8aCU\x8c](?:%b)" % counted(0), b"X(?:%b)" % counted(3)]  # LONG1, SHORT_BIN..., BINUNICODE
+    runs += [b"q.", b"r..[\0-%b]\0" % re.escape(bytes([min(length >> 16, 255)]))]  # BINPUT, LONG_BINPUT
+    return re.compile(b"(?:%b)*+" % b"|".join(runs), re.DOTALL)
+
+
 def _check_memo(content: bytes) -> None:
     """The unpickler's memo is as long as its largest place says: eleven bytes can ask for all memory.
 
     Raises:
         ValueError: a place that a pickle of this length does not need, or no pickle.
     """
-    file, name = io.BytesIO(content), ""
+    file, name, harmless = io.BytesIO(content), "", _harmless(len(content))
     while name != "STOP":
-        run = _RUN.match(content, file.tell())
+        run = harmless.match(content, file.tell())
         assert run is not None
         file.seek(run.end())
         opcode, argument, _ = next(pickletools.genops(file))
@@ -69,9 +83,13 @@ def _check_memo(content: bytes) -> None:
 
 
 def _events(traces: Any, device: int) -> list[Event]:
+    """The entries of a device's trace, which make room for their events one by one: there may be millions."""
     if not 0 <= device < len(traces):
         raise ValueError(f"it has {len(traces)}, counted from 0")
-    return [_event(place, entry) for place, entry in enumerate(traces[device])]
+    entries: list[Any] = traces[device]
+    for place, entry in enumerate(entries):
+        entries[place] = _event(place, entry)
+    return entries
 
 
 def _event(place: int, entry: Any) -> Event:
@@ -81,14 +99,13 @@ def _event(place: int, entry: Any) -> Event:
         ValueError: a field is not what PyTorch writes.
     """
     event = Event(entry["action"], entry.get("addr", 0), entry["size"], entry["stream"])
-    for name, value, least in (
-        ("address", event.address, 0),
-        ("size", event.bytes, 0),
-        ("stream", event.stream, -(2**63)),
-    ):
-        if type(value) is not int or not least <= value < 2**63:
-            raise ValueError(f"the {name} of event {place} is no whole number that PyTorch writes")
-    return event
+    _, address, size, stream = event
+    fits = type(address) is type(size) is type(stream) is int
+    if fits and 0 <= address < _LIMIT and 0 <= size < _LIMIT and -_LIMIT <= stream < _LIMIT:
+        return event
+    fields = (("address", address, 0), ("size", size, 0), ("stream", stream, -_LIMIT))
+    wrong = next(name for name, value, least in fields if type(value) is not int or not least <= value < _LIMIT)
+    raise ValueError(f"the {wrong} of event {place} is no whole number that PyTorch writes")
 
 
 def read_events(path: Path, device: int = 0) -> list[Event]:

@@ -68,3 +68,11 @@ def test_devices_count_from_zero(tmp_path: Path) -> None:
 def test_a_recording_that_began_late_is_refused() -> None:
     with pytest.raises(InputError, match="before the recording began"):
         replay([Event("free_completed", 512, 512, 0)])
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_is_read(tmp_path: Path, protocol: int) -> None:
+    path = tmp_path / "snapshot.pickle"
+    entry = {"action": "alloc", "addr": 2**47 - 512, "size": 2**33, "stream": -1, "frames": ["x" * 300, "y" * 70000]}
+    path.write_bytes(pickle.dumps({"device_traces": [[entry]]}, protocol))
+    assert read_events(path) == [Event("alloc", 2**47 - 512, 2**33, -1)]

@@ -27,7 +27,7 @@ def findings(workload: "Workload") -> list[Finding]:
     if unknown := list(pattern_symbols(workload)):
         return unknown
     found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
-    found += [*_determinism(workload), *_half_precision(workload)]
+    found += [*_determinism(workload), *_half_precision(workload), *_megatron_fsdp(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
@@ -86,6 +86,16 @@ def _half_precision(workload: "Workload") -> Iterator[Finding]:
     if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
         at, reason = "training.kernels.cross_entropy_fusion_impl", "Transformer Engine's cross entropy takes no fp16"
         yield Finding("error", at, reason, "set native")
+
+
+def _megatron_fsdp(workload: "Workload") -> Iterator[Finding]:
+    """`MegatronFSDP._init_fsdp_param_and_grad_buffer`: averages in proportion to a group that experts alone have."""
+    sharded = workload.launch is not None and "--use-megatron-fsdp" in workload.launch.words
+    if sharded and workload.training.data_parallel.average_in_collective and workload.model.mixture_of_experts is None:
+        at = "training.data_parallel.average_in_collective"
+        yield Finding(
+            "error", at, "Megatron-FSDP averages in collectives of models with experts alone", "set it to false"
+        )
 
 
 def _software(workload: "Workload") -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from labkit.errors import InputError
 from labkit.study import Study
 from labkit.study.drivers import Started
 from labkit.workload import Launch
-from tests.small import small
+from tests.small import MODEL, small
 from tests.test_docs import launches
 
 
@@ -133,6 +133,17 @@ def test_a_wrong_section_is_one_sentence(section: dict[str, list[str]], said: st
 def test_fp16_goes_with_what_has_it(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         small(**changes).model_copy(update={"launch": Launch(arguments=("--fp16",))}).checked()
+
+
+def test_megatron_fsdp_averages_in_collectives_with_experts_alone() -> None:
+    launch, averaging = (
+        Launch(arguments=("--use-megatron-fsdp",)),
+        {"training__data_parallel__average_in_collective": True},
+    )
+    small(**averaging).model_copy(update={"launch": launch}).checked()
+    dense = small(**averaging, model={**MODEL, "mixture_of_experts": None}, parallelism={"world_size": 1})
+    with pytest.raises(InputError, match=r"average_in_collective: .*; set it to false"):
+        dense.model_copy(update={"launch": launch}).checked()
 
 
 def test_an_estimate_says_what_it_does_not_price() -> None:
