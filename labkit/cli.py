@@ -307,6 +307,23 @@ def study_status(study: StudyArgument, store: StoreOption = None, json: JsonOpti
     _show(_open(study, store).status(), json)
 
 
+@study_app.command("export")
+def study_export(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml|DIR", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.parquet", parser=_path, help="Where the frame goes.")
+    ],
+    store: StoreOption = None,
+) -> None:
+    """Write every result of a study's store, or of a folder of results, as one table (parquet)."""
+    from labkit.study.export import write
+    from labkit.study.store import Store
+
+    folder = Store(study) if study.is_dir() else _open(study, store).store
+    frame = write(folder, output, lambda damage: _warn(str(damage)))
+    _say(f"{output}: {len(frame)} results")
+
+
 @profile_app.command("add")
 def profile_add(
     workload: WorkloadArgument,

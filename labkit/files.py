@@ -35,8 +35,8 @@ def read_regular(path: Path, maximum_bytes: int) -> bytes:
     return content
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to `path`, making its folder: a reader sees the old file or the new one, never a part.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` (text as UTF-8), making its folder: a reader sees the old file or the new one, never a part.
 
     Raises:
         OSError: the folder or the file cannot be written; nothing is left behind.
@@ -45,8 +45,8 @@ def write_atomically(path: Path, text: str) -> None:
     # Not the process's number: machines that share a folder may have the same.
     temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

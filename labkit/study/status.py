@@ -154,7 +154,8 @@ class _Examiner:
         for other in self._by_work.get(work(cell.key), ()):
             ours, theirs = dict(cell.key.versions), dict(other.key.versions)
             changed = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
-            return "stale", f"made by {', '.join(f'{name} {_short(theirs.get(name))}' for name in changed)}"
+            made = ", ".join(f"{name} {_short(theirs.get(name))}" for name in changed)
+            return "stale", f"made by {made or 'the same versions, before workloads had all of their fields'}"
         return "missing", ""
 
 

@@ -17,7 +17,6 @@ copying files.
 import contextlib
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -37,6 +36,7 @@ from labkit.errors import LabkitError, WorkError
 from labkit.files import read_regular
 from labkit.ledger import Ledger, Moment
 from labkit.workload.base import Many, Part
+from labkit.workload.workload import content_hash
 
 _MAXIMUM_MEMBER_BYTES = 256 * 2**20
 _MAXIMUM_BYTES = 2 * _MAXIMUM_MEMBER_BYTES
@@ -76,7 +76,7 @@ class Stored(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a cell is of, whatever the versions."""
+    """What a cell is of, whatever the versions; fields that came after a result count with their defaults."""
 
     workload_hash: str
     driver: str
@@ -90,8 +90,7 @@ def work(key: CellKey) -> Work:
 
 def cell_hash(key: CellKey) -> str:
     """SHA-256 (hex) of a key: the stem of its cell's file."""
-    canonical = json.dumps(key.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return content_hash(key.model_dump(mode="json"))
 
 
 class Store:
@@ -145,7 +144,8 @@ class Store:
         """Every result under what was run, whatever the versions, newest first; damaged files are left out."""
         found: dict[Work, list[Header]] = {}
         for _, header in self.headers():
-            found.setdefault(work(header.key), []).append(header)
+            of = work(header.key)._replace(workload_hash=header.measurement.workload.content_hash)
+            found.setdefault(of, []).append(header)
         for headers in found.values():
             headers.sort(key=lambda header: header.measurement.created_at, reverse=True)
         return found
@@ -250,10 +250,14 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
 
 
 def _lock(file: IO[bytes], kind: int) -> bool:
+    """Whether the lock could be had; where none can, the file is closed."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        file.close()
+        raise
     return True
 
 
@@ -299,7 +303,7 @@ def _packed(stored: Stored) -> bytes:
         raise ContractError(f"the driver's record is not whole: {where}: {problem['msg']}") from None
     except PydanticSerializationError as error:
         raise ContractError(f"the driver's record is not plain data: {error}") from None
-    wrong = _mistaken(header) or _mismatched(header, ledger)
+    wrong = _mistaken(header, whole.workload.content_hash) or _mismatched(header, ledger)
     if wrong is not None:
         raise ContractError(f"the driver's record is not this cell's: {wrong}")
     members = {"cell.json": header.model_dump_json().encode()}
@@ -316,10 +320,10 @@ def _packed(stored: Stored) -> bytes:
 
 def _identified(path: Path) -> tuple[Header, bytes | None]:
     """A cell file's header and ledger, if they are what its name says."""
-    header, table = _unpacked(path)
+    header, table, workload_hash = _unpacked(path)
     if cell_hash(header.key) != path.stem:
         raise DamagedCellError(path, "its content belongs to another name")
-    wrong = _mistaken(header)
+    wrong = _mistaken(header, workload_hash)
     if wrong is None and table is None and _has_ledger(header.measurement):
         wrong = "no ledger.parquet"
     if wrong is not None:
@@ -343,10 +347,10 @@ def _has_ledger(measurement: Measurement) -> bool:
     return measurement.driver == "trace" and measurement.outcome == "ok"
 
 
-def _mistaken(header: Header) -> str | None:
-    """Why a measurement is not the one its key names; None if it is."""
+def _mistaken(header: Header, workload_hash: str) -> str | None:
+    """Why a measurement is not the one its key names; None if it is. The hash is of its workload as it is stored."""
     key, measurement = header.key, header.measurement
-    if measurement.workload.content_hash != key.workload_hash:
+    if workload_hash != key.workload_hash:
         return "its measurement is of another workload"
     if measurement.driver != key.driver:
         return "its measurement is by another driver"
@@ -371,8 +375,11 @@ def _mismatched(header: Header, ledger: Ledger | None) -> str | None:
     return None
 
 
-def _unpacked(path: Path) -> tuple[Header, bytes | None]:
-    """A cell file's header and ledger; reading a member checks its CRC-32."""
+def _unpacked(path: Path) -> tuple[Header, bytes | None, str]:
+    """A cell file's header, its ledger, and the hash of its workload; reading a member checks its CRC-32.
+
+    The hash is of what is stored: an older labkit's workload lacks the fields that have come since.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(read_regular(path, _MAXIMUM_BYTES))) as archive:
             if any(member.file_size > _MAXIMUM_MEMBER_BYTES for member in archive.infolist()):
@@ -380,9 +387,10 @@ def _unpacked(path: Path) -> tuple[Header, bytes | None]:
             names = archive.namelist()
             if "cell.json" not in names:
                 raise DamagedCellError(path, "no cell.json")
-            # Not strict: JSON has lists for tuples. That nothing was read as something else, the key's hash proves.
-            header = Header.model_validate_json(archive.read("cell.json"), strict=False)
-            return header, archive.read("ledger.parquet") if "ledger.parquet" in names else None
+            stated = archive.read("cell.json")
+            header = Header.model_validate_json(stated, strict=False)  # not strict: JSON has lists for tuples
+            workload_hash = content_hash(json.loads(stated)["measurement"]["workload"])
+            return header, archive.read("ledger.parquet") if "ledger.parquet" in names else None, workload_hash
     except ValidationError as error:
         problem = error.errors()[0]
         raise DamagedCellError(path, f"cell.json: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

@@ -135,8 +135,12 @@ class Workload(Part):
     @property
     def content_hash(self) -> str:
         """SHA-256 (hex) of everything in it: equal workloads have equal hashes, in every process."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return content_hash(self.model_dump(mode="json"))
+
+
+def content_hash(plain: object) -> str:
+    """SHA-256 (hex) of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 _ELSEWHERE = {

@@ -1,5 +1,6 @@
 """Cell files: whole or absent, verified when read, made by one process at a time."""
 
+import errno
 import io
 import json
 import os
@@ -14,7 +15,9 @@ import pytest
 
 from labkit.drivers.contract import Failure
 from labkit.errors import WorkError
+from labkit.study.status import examine
 from labkit.study.store import DamagedCellError, Store, cell_hash, work
+from labkit.workload.workload import content_hash
 from tests.study.builder import VERSIONS, cell, measured
 
 CELL = cell()
@@ -34,12 +37,16 @@ def put(store: Store) -> Path:
 
 def rewritten(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
     """The same zip file with changed members (and right checksums)."""
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    change(members)
+    changed = members(path)
+    change(changed)
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
+        for name, content in changed.items():
             archive.writestr(name, content)
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def test_what_is_stored_comes_back_equal(store: Store) -> None:
@@ -331,6 +338,35 @@ def test_results_of_other_versions_are_found_newest_first(store: Store) -> None:
     (store.directory / "broken.zip").write_bytes(b"broken")
     found = [dict(header.key.versions)["megatron-core"] for header in store.by_work()[work(CELL.key)]]
     assert found == ["0.17.0", "0.18.0", "0.19.2"]
+
+
+def test_result_of_before_workloads_had_a_field_is_found_under_todays_workload(store: Store) -> None:
+    header = json.loads(members(put(store))["cell.json"])
+    del header["measurement"]["workload"]["launch"]  # all of it a default
+    header["key"]["workload_hash"] = content_hash(header["measurement"]["workload"])
+    old = store.directory / f"{content_hash(header['key'])}.zip"
+    rewritten(store.path(CELL.key), lambda members: members.update({"cell.json": json.dumps(header).encode()}))
+    store.path(CELL.key).rename(old)
+    assert store.read(CELL.key) is None
+    (found,) = store.by_work()[work(CELL.key)]
+    assert store.path(found.key) == old
+    stored = store.read(found.key)
+    assert stored is not None
+    assert stored.measurement.workload == CELL.candidate.workload
+    (status,) = examine([CELL], store)
+    assert (status.state, status.detail) == (
+        "stale",
+        "made by the same versions, before workloads had all of their fields",
+    )
+
+
+def test_where_the_file_system_has_no_locks_it_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with pytest.raises(WorkError, match=r"has no file locks \(No locks available\), .* or choose another store"):
+        put(store)
 
 
 def test_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
