@@ -174,6 +174,7 @@ def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]
         "micro_batch_size": batch.micro_batch_size,
         "global_batch_size": batch.micro_batch_size * workload.parallelism.dp * num_microbatches,
         "create_attention_mask_in_dataloader": batch.create_attention_mask_in_dataloader,
+        "sft": batch.packed is not None,
         **_recompute(workload),
         **_kernels(workload.training),
         "bf16": training.precision == "bf16",

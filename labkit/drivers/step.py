@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,12 +18,18 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import global_vars, training
 from megatron.training.utils import calc_params_l2_norm
 
@@ -39,6 +46,7 @@ _PHASE_OF_TIMER = {
     "optimizer": "optimizer",
 }
 _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
 class _PhaseTimers:
@@ -224,44 +232,83 @@ def host_batches(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
         if batch.create_attention_mask_in_dataloader:
             # Expanded: the square is made on the device alone.
             collated["attention_mask"] = torch.zeros(1, dtype=torch.bool).expand(shape[0], 1, shape[1], shape[1])
+        if workload.packed_lengths:
+            collated |= _packed(workload.packed_lengths)
         yield collated
+
+
+def _packed(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What tells the sequences of a sample apart (`SFTDataset`): their ends are padded to one more than its tokens."""
+    rows = sum(lengths)
+    ends = torch.full((1, rows + 1), rows, dtype=torch.int32)
+    ends[0, : len(lengths) + 1] = torch.tensor([0, *accumulate(lengths)])
+    return {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seqlens": ends,
+        "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32),
+    }
 
 
 def get_batch(host: Iterator[dict[str, torch.Tensor]], chunk: Any) -> dict[str, torch.Tensor | None]:
     """A micro-batch on the device.
 
     The first tensor-parallel rank copies the host's batch, the others make room for it; a stage then lets go of what
-    it does not need. Stages between the first and the last read nothing. A context-parallel rank goes on with its
-    two of the 2 x cp chunks.
+    it does not need. Stages between the first and the last read nothing but where packed sequences end. A
+    context-parallel rank goes on with its two of the 2 x cp chunks, of each packed sequence its own two.
     """
     arguments = global_vars.get_args()
     first, last, stage = (get_attr_wrapped_model(chunk, name) for name in ("pre_process", "post_process", "vp_stage"))
     predicts = mtp_on_this_rank(
         chunk.config.pipeline_model_parallel_layout, arguments.mtp_num_layers, ignore_virtual=False, vp_stage=stage
     )
-    if not (first or last or predicts):
+    reads = first or last or predicts
+    if not (reads or arguments.sft):
         return dict.fromkeys(_BATCH)
     rank = parallel_state.get_tensor_model_parallel_rank()
     collated = next(host) if rank == 0 else {}
-    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
-        get_batch_on_this_tp_rank(
-            {name: tensor.cuda(non_blocking=True) for name, tensor in collated.items()},
-            has_cu_seqlens=False,
-            is_hybrid_cp=False,
-            create_attention_mask_in_dataloader=arguments.create_attention_mask_in_dataloader,
-            broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-            broadcast_group=parallel_state.get_tensor_model_parallel_group(),
-            cp_size=arguments.context_parallel_size,
-            tp_rank=rank,
-            micro_batch_size=arguments.micro_batch_size,
-            seq_length=arguments.seq_length,
-            mtp_on_this_rank=predicts,
-            pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-            is_pipeline_first_stage=first,
-            is_pipeline_last_stage=last,
-        ),
+    batch: dict[str, torch.Tensor | None] = dict.fromkeys(_PACKED)
+    batch |= {name: tensor.cuda(non_blocking=True) for name, tensor in collated.items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=arguments.sft,
         is_hybrid_cp=False,
-        cp_group=parallel_state.get_context_parallel_group(),
+        create_attention_mask_in_dataloader=arguments.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=arguments.context_parallel_size,
+        tp_rank=rank,
+        micro_batch_size=arguments.micro_batch_size,
+        seq_length=arguments.seq_length,
+        mtp_on_this_rank=predicts,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        is_pipeline_first_stage=first,
+        is_pipeline_last_stage=last,
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not reads:
+        return batch
+    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+
+
+def _packed_parameters(batch: dict[str, torch.Tensor | None], *, hybrid: bool) -> PackedSeqParams | None:
+    """Where the packed sequences of a micro-batch end; None: nothing is packed.
+
+    Mamba's layers want the number of each token's sequence, which is made where the count of tokens is given.
+    """
+    ends, longest = batch.get("cu_seqlens"), batch.get("max_seqlen")
+    if ends is None or longest is None:
+        return None
+    arguments, most = global_vars.get_args(), int(longest[0].item())
+    training.update_seqlen_stats_from_cu_seqlens(ends[0])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[0],
+        max_seqlen_q=most,
+        max_seqlen_kv=most,
+        total_tokens=arguments.seq_length if hybrid else None,
     )
 
 
@@ -277,6 +324,7 @@ def _forward(
         batch.get("attention_mask"),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed_parameters(batch, hybrid=global_vars.get_args().hybrid_layer_pattern is not None),
     )
     return losses, partial(_mean_loss, batch["loss_mask"])
 

@@ -96,7 +96,8 @@ _OTHER = """
     microbatch_group_size_per_vp_stage expert_tensor_parallel_size moe_layer_recompute recompute_activations
     moe_grouped_gemm moe_flex_dispatcher_backend moe_enable_deepep bf16 use_distributed_optimizer overlap_grad_reduce
     overlap_param_gather ddp_average_in_collective accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe
-    create_attention_mask_in_dataloader spec hidden_size eval_global_batch_size eval_micro_batch_size
+    create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
+    eval_global_batch_size eval_micro_batch_size
 """
 EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())
 """Arguments (`dest`) that become fields, or that `fields` itself judges."""
@@ -142,6 +143,7 @@ _ENVIRONMENT = {
 _WORKSPACES, _NONDETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SILENT_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", *FIELD_OF_VARIABLE)
+_PACKING = ("sft", "dataloader_inter_document_masking")
 _BATCH = ("seq_length", "micro_batch_size", "global_batch_size", "create_attention_mask_in_dataloader")
 
 
@@ -173,7 +175,7 @@ class _Mapping:
         mapping = {
             "model": {"name": name, **self._model()},
             "parallelism": self._parallelism(),
-            "batch": {key: self.values[key] for key in _BATCH},
+            "batch": self._batch(),
             "recompute": self._recompute(),
             "training": {
                 "precision": self._precision(),
@@ -241,6 +243,20 @@ class _Mapping:
         if config["num_moe_experts"]:
             model["mixture_of_experts"] = self._experts()
         return model
+
+    def _batch(self) -> dict[str, Any]:
+        batch = {key: self.values[key] for key in _BATCH}
+        packing = next((self.options[dest] for dest in _PACKING if self.values[dest]), None)
+        if packing is None:
+            return batch
+        length = batch["seq_length"]
+        batch["create_attention_mask_in_dataloader"] = False  # which Megatron's packing data sets do not make
+        if batch["micro_batch_size"] > 1:
+            self.lost.append(f"{packing}: samples packed into one row; taken as whole sequences of {length} tokens")
+            return batch
+        said = "whose lengths only the data say; write them in batch.packed.lengths"
+        self.assumed.append(f"{packing} packs sequences, {said}: taken as one of {length} tokens")
+        return {**batch, "packed": {"lengths": [length]}}
 
     def _vocabulary(self) -> dict[str, int]:
         """The vocabulary before padding, and what it is padded to a multiple of."""

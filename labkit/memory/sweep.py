@@ -140,10 +140,15 @@ def _alike(cases: Sequence[Workload]) -> list[list[int]]:
         learned = case.model.position_embedding_type == "learned_absolute"
         if learned or attention_backend(case) != "fused":
             batch.append(length_choices(case))
-        if case.training.runtime == "lora":
-            batch.append(case.batch.seq_length)  # packed batches are no arrays
+        if not _has_arrays(case):
+            batch.append(case.batch.seq_length)
         found.setdefault((*parts, *batch, case.distinct_microbatches), []).append(position)
     return list(found.values())
+
+
+def _has_arrays(case: Workload) -> bool:
+    """Lengths of a workload may be arrays; packed sequences, as which the `lora` runtime takes all, may not."""
+    return case.training.runtime == "megatron" and case.batch.packed is None
 
 
 def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
@@ -151,8 +156,8 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     _check_magnitude(max(cases, key=lambda case: case.batch.seq_length))
     lengths = sorted({case.batch.seq_length for case in cases})
     batch = cases[0].batch.model_copy(update={"seq_length": np.array(lengths, dtype=np.int64)})
-    # Sequences of the `lora` runtime are no arrays; there all lengths are alike.
-    sweeping = cases[0].model_copy(update={"batch": batch}) if cases[0].training.runtime == "megatron" else cases[0]
+    # Where all lengths are alike they are no arrays.
+    sweeping = cases[0].model_copy(update={"batch": batch}) if _has_arrays(cases[0]) else cases[0]
     recorder = Recorder(sweeping, Sizes.of(sweeping))
     numbers = [_Arrays(size, len(lengths)) for size in (tensor, block)]
     priced: dict[Recompute, list[Row]] = {}

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from labkit.ledger import Certainty, rounded
 from labkit.workload.training import FLOAT_BYTES
 
-DTYPE_BYTES = {**FLOAT_BYTES, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+DTYPE_BYTES = {**FLOAT_BYTES, "fp64": 8, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
 
 type Shape = tuple[int, ...]
 Library = Literal["te_gemm", "te_grouped_gemm", "aten_matmul", "aten_matmul_on_side_stream"]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 type Backend = Literal["fused", "flash", "unfused"]
 
 _WIDEST_HEAD = 256
+_MOST_SCORES_OF_PACKED = 2**30
+"""`SM90_DET_FUSED_THD_BWD_MAX_BHSS`: sequences x heads x longest squared, from which on cuDNN would want too much."""
 _BACKEND = "training.kernels.attention_backend"
 
 
@@ -58,7 +60,7 @@ def backend_refusal(workload: "Workload", backend: Backend) -> Refusal | None:
     kernels, model = workload.training.kernels, workload.model
     capability = GPUS[workload.training.gpu].compute_capability
     remedy = "use such a width or training.kernels.attention_backend: unfused"
-    for field, query, value in _widths(model):
+    for field, query, value in _widths(model, padded=bool(workload.packed_lengths)):
         refused = _flash_width(query, value) if backend == "flash" else fused_width(capability, query, value)
         if refused is not None:
             return Refusal(field, refused, remedy)
@@ -71,7 +73,17 @@ def backend_refusal(workload: "Workload", backend: Backend) -> Refusal | None:
         capability, dropout=model.attention_dropout, deterministic=kernels.attends_deterministically
     ):
         return Refusal(_BACKEND, refused, "use flash, unfused or auto, or set model.attention_dropout: 0.0")
-    layout = workload.parallelism
+    return _layout_refusal(workload, capability)
+
+
+def _layout_refusal(workload: "Workload", capability: tuple[int, int]) -> Refusal | None:
+    """Why sequences or ranks keep a workload from the fused kernel."""
+    layout, lengths, model = workload.parallelism, workload.packed_lengths, workload.model
+    if lengths and workload.training.kernels.attends_deterministically and capability == (9, 0):
+        scores = len(lengths) * max(lengths) ** 2 * (model.num_attention_heads // layout.tp)
+        if scores >= _MOST_SCORES_OF_PACKED:
+            reason = f"the fused kernel's deterministic backward takes fewer than 2^30 scores on Hopper, not {scores}"
+            return Refusal("batch.packed.lengths", reason, "pack shorter sequences or use flash or auto")
     if layout.cp > 1 and layout.cp_comm_type == "a2a":
         groups = model.num_attention_heads if model.multi_latent_attention is not None else model.key_value_heads
         for name, heads in (("num_attention_heads", model.num_attention_heads), ("num_query_groups", groups)):
@@ -82,13 +94,17 @@ def backend_refusal(workload: "Workload", backend: Backend) -> Refusal | None:
     return None
 
 
-def _widths(model: "Model") -> Iterator[tuple[str, int, int]]:
-    """The field, the width of queries and keys, and that of values of each kind of head."""
+def _widths(model: "Model", *, padded: bool) -> Iterator[tuple[str, int, int]]:
+    """The field, the width of queries and keys, and that of values of each kind of head.
+
+    Values of packed sequences are `padded` to the width of queries (`_prepare_mla_core_attention_value`).
+    """
     mixers, mla = {layer.mixer for layer in model.kinds}, model.multi_latent_attention
     if "attention" in mixers:
         yield "model.kv_channels", model.head_width, model.head_width
     if mla is not None and "mla" in mixers:
-        yield "model.multi_latent_attention", mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
+        query = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        yield "model.multi_latent_attention", query, query if padded else mla.v_head_dim
 
 
 def _flash_width(query: int, value: int) -> str | None:

@@ -50,7 +50,7 @@ class Batch(Part):
 
     Megatron-LM's default, which `--no-create-attention-mask-in-dataloader` turns off."""
     packed: Packed | None = None
-    """Sequences of the micro-batch (`lora` runtime); None: each is `seq_length` tokens."""
+    """Sequences of the micro-batch side by side in one row; None: each is `seq_length` tokens."""
 
     @property
     def sequences(self) -> Packed:

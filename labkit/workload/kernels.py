@@ -40,15 +40,18 @@ def length_choices(workload: "Workload") -> LengthChoices:
     """What one rank's attention decides by its lengths; in a sweep's arrays of lengths, which agree, by the first."""
     model = workload.model
     batch, sequence = _first(workload.batch.micro_batch_size), _first(workload.batch.seq_length)
+    sequences = len(workload.packed_lengths)
     layout = workload.parallelism
     heads, cp = model.num_attention_heads // layout.tp, layout.cp
     # What one kernel sees: all rows of some heads, or some rows of all heads.
     swapped = cp > 1 and layout.cp_comm_type == "a2a"
     rows, heads_seen = (sequence, max(1, heads // cp)) if swapped else (max(1, sequence // cp), heads)
     width, multiprocessors = model.widest_head, GPUS[workload.training.gpu].multiprocessors
-    # `set_params_splitkv`: keys are not split where probabilities are dropped.
+    # `set_params_splitkv`: keys are not split where probabilities are dropped, or sequences packed (`mha_varlen_fwd`).
     whole, half = (
-        1 if model.attention_dropout else flash_splits(batch, heads_seen, (queries, rows), width, multiprocessors)
+        1
+        if model.attention_dropout or sequences
+        else flash_splits(batch, heads_seen, (queries, rows), width, multiprocessors)
         for queries in (rows, max(1, rows // 2))
     )
     return LengthChoices(
@@ -57,7 +60,9 @@ def length_choices(workload: "Workload") -> LengthChoices:
         batch * (sequence // cp) >= _FEWEST_PREPARED_ROWS,
         whole,
         half,
-        flash_sums(batch, heads_seen, multiprocessors) if workload.training.kernels.attends_deterministically else 1,
+        flash_sums(sequences or batch, heads_seen, multiprocessors)
+        if workload.training.kernels.attends_deterministically
+        else 1,
         learned_positions(workload),
     )
 

@@ -1,4 +1,4 @@
-"""Rules of the `lora` runtime and of packed batches (see `labkit.workload.rules`)."""
+"""Rules of the `lora` runtime (see `labkit.workload.rules`)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,9 +20,6 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
         if training.lora is not None:
             remedy = "set training.runtime: lora or leave it out"
             yield Finding("error", "training.lora", "the megatron runtime has no adapters", remedy)
-        if packed is not None:
-            remedy = "set training.runtime: lora or leave it out"
-            yield Finding("error", "batch.packed", "only the lora runtime packs sequences here", remedy)
         return
     if workload.batch.create_attention_mask_in_dataloader:
         remedy = "leave it out"
@@ -40,8 +37,6 @@ def lora_findings(workload: "Workload") -> Iterator[Finding]:
         reason = f"{sequences} sequences in a pass of the lora runtime are more than are listed one by one"
         yield Finding("error", field, reason, f"use at most {MOST_SEQUENCES}, in several micro-batches")
         return
-    if packed is not None:
-        yield from _packed(workload)
     if training.lora is not None:
         yield from _of_vocabulary(workload, training.lora)
 
@@ -92,22 +87,3 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         if broken:
             reason = "the lora runtime is priced for transformer layers of normed gated attention or gated delta nets"
             yield Finding("error", field, reason, "use training.runtime: megatron")
-
-
-def _packed(workload: "Workload") -> Iterator[Finding]:
-    batch, packed, cp = workload.batch, workload.batch.sequences, workload.parallelism.cp
-    if batch.micro_batch_size != 1:
-        reason = "packed sequences lie in one row of the batch"
-        yield Finding("error", "batch.micro_batch_size", reason, "set it to 1")
-    if packed.shared_prefix >= min(packed.lengths):
-        reason = f"the shortest sequence has {min(packed.lengths)} tokens, and some must follow the prefix"
-        yield Finding("error", "batch.packed.shared_prefix", reason, f"use at most {min(packed.lengths) - 1}")
-    elif batch.seq_length < packed.rows:
-        reason = f"the packed sequences have {packed.rows} tokens"
-        tp = workload.parallelism.tp
-        yield Finding("error", "batch.seq_length", reason, f"set it to {-(-packed.rows // tp) * tp}")
-    busiest = packed.busiest_rank_rows
-    if busiest is not None and not batch.seq_length <= busiest * cp <= batch.seq_length * cp:
-        reason = f"{busiest} rows are no share that the busiest of {cp} ranks can have of {batch.seq_length}"
-        even = -(-batch.seq_length // cp)
-        yield Finding("error", "batch.packed.busiest_rank_rows", reason, f"use {even} to {batch.seq_length}")

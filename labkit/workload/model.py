@@ -222,6 +222,11 @@ class Model(Part):
         return self.position_embedding_type == "rope" and self.multi_latent_attention is None
 
     @property
+    def has_positions_to_turn(self) -> bool:
+        """Whether its attention turns queries and keys by their positions: latent attention always does."""
+        return self.position_embedding_type == "rope" or self.multi_latent_attention is not None
+
+    @property
     def head_width(self) -> int:
         """Width of an attention head outside multi-latent attention."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads

@@ -15,6 +15,7 @@ from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
+from labkit.workload.packing_rules import packing_findings
 from labkit.workload.pipeline_rules import pipeline_findings
 from labkit.workload.prediction_rules import prediction_findings
 
@@ -31,7 +32,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
-    found += allocator_findings(workload)
+    found += [*packing_findings(workload), *allocator_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 

@@ -110,6 +110,17 @@ class Workload(Part):
         return -(-self.model.vocab_size // multiple) * multiple
 
     @property
+    def packed_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence that Megatron packs into the row; what pads the row belongs to the last one.
+
+        Empty where it packs none; the `lora` runtime goes by the tree that its sequences are.
+        """
+        packed = self.batch.packed
+        if packed is None or self.training.runtime == "lora":
+            return ()
+        return (*packed.lengths[:-1], self.batch.seq_length - sum(packed.lengths[:-1]))
+
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches a data-parallel rank runs in one step."""
         return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallelism.dp)

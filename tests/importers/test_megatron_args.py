@@ -58,6 +58,7 @@ LINES = {
     "precise": f"{ROPE} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --context-parallel-size 2 --cp-comm-type a2a",
     "fp32": DENSE.replace("--bf16 ", "").replace("fused", "unfused"),
+    "packed": f"{ROPE.replace('--micro-batch-size 2', '--micro-batch-size 1')} --sft",
     "squared": f"{DENSE} --squared-relu --no-bias-gelu-fusion --no-bias-dropout-fusion",
 }
 CARRIED = {

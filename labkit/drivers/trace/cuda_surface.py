@@ -140,6 +140,9 @@ class CudaAsMeta(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             if type(kwargs.get("device")) is int or _is_cuda(kwargs.get("device")):
                 kwargs["device"] = META
+        if function is torch.tensor and kwargs and _is_meta_int32(kwargs):
+            # Numbers that the host gives, which may be asked back.
+            return function(*args, **{**kwargs, "device": "cpu"}).to(META)
         if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], META, *args[2:])
         if any(map(_is_cuda, args)):
@@ -151,6 +154,10 @@ def _is_cuda(device: Any) -> bool:
     if type(device) is torch.device:
         return device.type == "cuda"
     return type(device) is str and device.startswith("cuda")
+
+
+def _is_meta_int32(options: dict[str, Any]) -> bool:
+    return options.get("device") == META and options.get("dtype") == torch.int32
 
 
 _true_device: Any = torch._C.TensorBase.device

@@ -5,7 +5,7 @@ Sources: `flash_attn/flash_attn_interface.py` (`FlashAttnFunc`) and `csrc/flash_
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from labkit.drivers.trace.patches import NOTHING, Replacement
-from labkit.drivers.trace.te_shapes import attention_flops, seen_pairs
+from labkit.drivers.trace.te_shapes import attention_flops, packed_pairs, seen_pairs
 from labkit.drivers.trace.work import launched
 from labkit.workload.gpu import Gpu
 from labkit.workload.kernels import flash_splits, flash_sums
@@ -79,6 +79,60 @@ def _sums(query: Tensor, multiprocessors: int, *, deterministic: bool) -> int:
     return flash_sums(query.shape[0], query.shape[2], multiprocessors) if deterministic else 1
 
 
+def _packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[Tensor], *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, log-sum-exp (heads, rows), RNG state) of `mha_varlen_fwd` on (rows, heads, width) tensors.
+
+    It splits keys where all sequences have one query each, which is no training.
+    """
+    rows, heads, width = query.shape
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    pairs = packed_pairs(ends, heads, causal=causal)
+    launched(attention_flops(pairs, width, value.shape[-1]), query, key, value, output)
+    statistics = torch.empty(heads, rows, dtype=torch.float32, device=query.device)
+    return output, statistics, torch.empty(2, dtype=torch.int64, device=query.device)
+
+
+def _launch_packed_backward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[Tensor], sums: int, *, causal: bool
+) -> None:
+    """What `mha_varlen_bwd` holds while it runs: 128 rows more for each sequence."""
+    rows, heads, width = query.shape
+    flops = attention_flops(packed_pairs(ends, heads, causal=causal), width, value.shape[-1], backward=True)
+    launched(flops, [query, key, value] * 2, [query] * 2)
+    padded = rows + _ROWS_OF_A_BLOCK * (len(ends[0]) - 1)
+    wide = [(heads, padded), (sums, padded, heads, _rounded_width(width))]
+    scratch = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in wide]
+    if key.shape[1] != heads:
+        every_head = (key.shape[0], heads, width)
+        scratch += [torch.empty(every_head, dtype=key.dtype, device=key.device) for _ in range(2)]
+
+
+def _packed_sums(query: Tensor, ends: Tensor, multiprocessors: int, *, deterministic: bool) -> int:
+    return flash_sums(len(ends) - 1, query.shape[1], multiprocessors) if deterministic else 1
+
+
+class _FlashAttnVarlenFunc(torch.autograd.Function):
+    """`FlashAttnVarlenFunc`: keeps q, k, v as they lie, output, log-sum-exp, RNG state, and where sequences end."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, causal: bool, sums: int
+    ) -> Tensor:
+        output, statistics, state = _packed_forward(query, key, value, (ends, key_ends), causal=causal)
+        ctx.causal, ctx.sums = causal, sums
+        ctx.save_for_backward(query, key, value, output, statistics, ends, key_ends, state)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, _, _, *ends, _ = ctx.saved_tensors
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        _launch_packed_backward(query, key, value, ends, ctx.sums, causal=ctx.causal)
+        return (*gradients, None, None, None, None)
+
+
 class _FlashAttnFunc(torch.autograd.Function):
     """`FlashAttnFunc`: keeps q, k, v, output, log-sum-exp, RNG state."""
 
@@ -126,10 +180,39 @@ def replacements(gpu: Gpu) -> Iterator[Replacement]:
         sums = _sums(query, gpu.multiprocessors, deterministic=options["deterministic"])
         _launch_backward(query, key, value, sums, causal=causal)
 
+    def varlen_func(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        sums = _packed_sums(query, ends, gpu.multiprocessors, deterministic=options["deterministic"])
+        return _FlashAttnVarlenFunc.apply(query, key, value, ends, key_ends, options["causal"], sums)
+
+    def varlen_fwd(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        output, statistics, state = _packed_forward(query, key, value, (ends, key_ends), causal=options["causal"])
+        return output, statistics, None, state
+
+    def varlen_bwd(
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        statistics: Tensor,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        _dq, _dk, _dv, ends, key_ends, *_ = rest
+        sums = _packed_sums(query, ends, gpu.multiprocessors, deterministic=options["deterministic"])
+        _launch_packed_backward(query, key, value, (ends, key_ends), sums, causal=options["causal"])
+
     yield Replacement(backends, "flash_attn_func", flash_attn_func, "output, log-sum-exp, RNG state; see this file")
     # What context parallelism calls: `_flash_attn_forward` and `_flash_attn_backward` of the package.
     yield Replacement(backends, "_flash_attn_fwd", flash_attn_fwd, "output, log-sum-exp, RNG state; see this file")
     yield Replacement(backends, "_flash_attn_bwd", flash_attn_bwd, "what `_scratch` says: gradients are given")
+    yield Replacement(backends, "flash_attn_varlen_func", varlen_func, "output, log-sum-exp, RNG state; see this file")
+    yield Replacement(backends, "_flash_attn_varlen_fwd", varlen_fwd, "output, log-sum-exp, RNG state; see this file")
+    yield Replacement(backends, "_flash_attn_varlen_bwd", varlen_bwd, "what `_launch_packed_backward` says")
     versions = ("v2_plus", "v2_1_plus", "v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_plus", "v2_5_7_plus")
     for name in ("is_installed", *versions, "v2_6_0_plus", "v2_7_0_plus"):
         yield Replacement(found, name, True, NOTHING)

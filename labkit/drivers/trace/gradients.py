@@ -35,11 +35,11 @@ type Add = Callable[..., Tensor]
 type _References = tuple[int, int, int]
 
 
-def adder() -> Add:
+def adder(otherwise: Add = _ADD) -> Add:
     """`aten::add` for `StorageTracker(instead=...)`: the engine's sums of gradients go where `InputBuffer` puts them.
 
-    How many references there are when the engine holds the last one depends on what lies between it and Python; so that
-    is looked at first.
+    `otherwise` answers a program's own sums. How many references there are when the engine holds the last one depends
+    on what lies between it and Python; so that is looked at first.
     """
     alone: list[_References] = []
 
@@ -59,8 +59,7 @@ def adder() -> Add:
             references = _references(first)
             if references == alone[0] and is_non_overlapping_and_dense_or_false(first):
                 return first
-        total: Tensor = _ADD(first, second, **options)
-        return total
+        return otherwise(first, second, **options)
 
     return add
 

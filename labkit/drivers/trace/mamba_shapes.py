@@ -146,7 +146,10 @@ class _Chunks:
 
 
 class _SplitConvolutionScan(torch.autograd.Function):
-    """`ssd_combined.MambaSplitConv1dScanCombinedFn`: saves its packed input and the scan's output before the gate."""
+    """`ssd_combined.MambaSplitConv1dScanCombinedFn`: saves its packed input and the scan's output before the gate.
+
+    Of packed sequences also the number of each token's.
+    """
 
     @staticmethod
     def forward(
@@ -160,6 +163,7 @@ class _SplitConvolutionScan(torch.autograd.Function):
         chunk_size: int,
         headdim: int,
         ngroups: int,
+        seq_idx: Tensor | None,
     ) -> Tensor:
         inner = D.shape[0] * headdim
         convolved = conv1d_weight.shape[0]
@@ -181,7 +185,7 @@ class _SplitConvolutionScan(torch.autograd.Function):
         flops = chunks.state_products() + chunks.chunk_products()
         launched(flops, products, mixed, dt_out, dA_cumsum, passed, out, out, out_x)
         del products
-        ctx.save_for_backward(zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias)
+        ctx.save_for_backward(zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias, seq_idx)
         ctx.sizes = (headdim, ngroups, chunks.state, chunk_size)
         # Everything a chunk has is alive until here.
         del mixed, dA_cumsum, dt_out, passed, final
@@ -189,7 +193,7 @@ class _SplitConvolutionScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        zxbcdt, conv1d_weight, conv1d_bias, _, A, D, dt_bias = ctx.saved_tensors
+        zxbcdt, conv1d_weight, conv1d_bias, _, A, D, dt_bias, _ = ctx.saved_tensors
         inner, convolved = dout.shape[-1], conv1d_weight.shape[0]
         _, packed, dt = torch.split(zxbcdt, [inner, convolved, D.shape[0]], dim=-1)
         mixed = _convolved(packed)
@@ -202,7 +206,7 @@ class _SplitConvolutionScan(torch.autograd.Function):
         dweight, dbias = dweight.type_as(conv1d_weight), dbias.type_as(conv1d_bias)
         launched(2 * 2 * _TAPS * packed.numel(), packed, dmixed, packed)
         del dense, mixed
-        return dzxbcdt, dweight, dbias, ddt_bias, dA, dD, None, None, None
+        return dzxbcdt, dweight, dbias, ddt_bias, dA, dD, None, None, None, None
 
 
 def _scan_backward(
@@ -264,11 +268,12 @@ def mamba_split_conv1d_scan_combined(
     chunk_size: int,
     headdim: int | None = None,
     ngroups: int = 1,
+    seq_idx: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Convolution and gated scan of (batch, sequence, z + x + B + C + dt) to (batch, sequence, z)."""
     result: Tensor = _SplitConvolutionScan.apply(
-        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, headdim, ngroups
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, headdim, ngroups, seq_idx
     )
     return result
 

@@ -29,6 +29,7 @@ def replacements() -> Iterator[Replacement]:
     importlib.import_module("labkit.drivers.step")
     importlib.import_module("labkit.drivers.build")
     yield from _host_code()
+    yield from _packed_mamba()
     yield from _random_numbers()
     yield from _compiled_gate()
     yield from _collectives()
@@ -41,6 +42,13 @@ def _host_code() -> Iterator[Replacement]:
     from megatron.training import initialize
 
     yield Replacement(initialize, "_compile_dependencies", lambda: None, NOTHING)
+
+
+def _packed_mamba() -> Iterator[Replacement]:
+    """Megatron asks the version of a package with the convolution's kernel, which the trace has a stand-in for."""
+    from megatron.core.ssm import mamba_mixer
+
+    yield Replacement(mamba_mixer, "_check_mamba_sequence_packing_support", lambda **options: (True, None), NOTHING)
 
 
 def _random_numbers() -> Iterator[Replacement]:

@@ -86,8 +86,7 @@ def trace_here(
         origin,
         before=lambda operator: workspaces.before_operator(tracker, operator),
         instead={
-            torch.ops.aten._local_scalar_dense.default: cuda_surface.read_scalar,
-            torch.ops.aten.add.Tensor: gradients.adder(),
+            torch.ops.aten.add.Tensor: gradients.adder(host_values.computing(torch.ops.aten.add.Tensor)),
             **gradients.into_zeros(),
             **dispatchers.operators,
             **host_values.operators,

@@ -12,6 +12,8 @@ import importlib
 import importlib.machinery
 import os
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -230,7 +232,15 @@ def seen_pairs(queries: int, rows: int, keys: int, *, causal: bool, window: int 
     return int(queries * (seen if window < 0 else min(seen, window + 1)))
 
 
-def _pairs(Q: Tensor, rows: int, keys: int, mask: int, window: Any) -> int:
+def packed_pairs(ends: Sequence[Tensor], heads: int, *, causal: bool, window: int = -1) -> int:
+    """Pairs that count in packed sequences, of their cumulative lengths: of queries, and of keys."""
+    rows, keys = ([end - begin for begin, end in pairwise(each.tolist())] for each in ends)
+    return sum(
+        seen_pairs(each * heads, each, its, causal=causal, window=window) for each, its in zip(rows, keys, strict=True)
+    )
+
+
+def _pairs(Q: Tensor, ends: tuple[Tensor, Tensor], rows: int, keys: int, mask: int, window: Any) -> int:
     masks = NVTE_Mask_Type
     causal = mask in (
         masks.NVTE_CAUSAL_MASK,
@@ -238,7 +248,10 @@ def _pairs(Q: Tensor, rows: int, keys: int, mask: int, window: Any) -> int:
         masks.NVTE_CAUSAL_BOTTOM_RIGHT_MASK,
         masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
     )
-    return seen_pairs(Q.numel() // Q.shape[-1], rows, keys, causal=causal, window=window[0] if window else -1)
+    earlier = window[0] if window else -1
+    if Q.dim() == 3:
+        return packed_pairs(ends, Q.shape[-2], causal=causal, window=earlier)
+    return seen_pairs(Q.numel() // Q.shape[-1], rows, keys, causal=causal, window=earlier)
 
 
 def fused_attn_fwd(
@@ -263,14 +276,20 @@ def fused_attn_fwd(
     V: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    """[output, softmax statistics in fp32 (batch, heads, queries, 1), Philox seed and offset] (`attention.cpp`)."""
+    """[output, softmax statistics in fp32, Philox seed and offset] (`attention.cpp`).
+
+    The statistics are (batch, heads, queries, 1), of packed sequences (tokens, heads, 1).
+    """
     batch, heads = cu_seqlens_q.shape[0] - 1, Q.shape[-2]
+    packed = Q.dim() == 3
     output = torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device)
-    pairs = _pairs(Q, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
+    pairs = _pairs(Q, (cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
     launched(attention_flops(pairs, Q.shape[-1], V.shape[-1]), Q, K, V, output)
     return [
         output,
-        torch.empty(batch, heads, max_seqlen_q, 1, dtype=torch.float32, device=Q.device),
+        torch.empty(
+            (Q.shape[0], heads, 1) if packed else (batch, heads, max_seqlen_q, 1), dtype=torch.float32, device=Q.device
+        ),
         torch.empty(2, dtype=torch.int64, device=Q.device),
     ]
 
@@ -304,12 +323,12 @@ def fused_attn_bwd(
 
     Gradients of one packed tensor are views of one packed gradient.
     """
-    pairs = _pairs(Q, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
+    pairs = _pairs(Q, (cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
     output_and_gradient = rest[:2]
     launched(attention_flops(pairs, Q.shape[-1], V.shape[-1], backward=True), Q, K, V, Q, K, V, output_and_gradient)
     layouts = NVTE_QKV_Layout
-    if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_SBH3D):
-        dim = -3 if dqkv_layout == layouts.NVTE_SB3HD else -2
+    if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_T3HD, layouts.NVTE_SBH3D, layouts.NVTE_TH3D):
+        dim = -3 if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_T3HD) else -2
         packed = torch.empty(*Q.shape[: dim + 1], 3, *Q.shape[dim + 1 :], dtype=Q.dtype, device=Q.device)
         return [*packed.unbind(dim), None, None]
     return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)] + [None, None]
@@ -358,6 +377,32 @@ def fused_rope_forward(input: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Rotated copy, contiguous whatever the input's strides (`apply_rope.cpp`)."""
     launched(0, input, input)
     return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """Early or late half of each sequence's rows (rows, heads, width) (`attention.cpp`)."""
+    half = torch.empty(tensor.shape[0] // 2, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    launched(0, half, half)
+    return half
+
+
+def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
+    """Late half of each sequence's statistics, (heads, rows) where they are packed (`attention.cpp`)."""
+    half = torch.empty(*lse.shape[:-1], second_half_lse_seqlen, dtype=lse.dtype, device=lse.device)
+    launched(0, half, half)
+    return half
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """Which rows of packed sequences are a context-parallel rank's (`attention.cpp`)."""
+    return torch.empty(total_tokens // world_size, dtype=torch.int32, device=cu_seqlens.device)
+
+
+def thd_in_other_order(tensor: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int) -> Tensor:
+    """Rows of packed sequences rank by rank, or sequence by sequence again (`attention.cpp`)."""
+    tensor = tensor.contiguous()
+    launched(0, tensor, tensor)
+    return torch.empty_like(tensor)
 
 
 def multi_tensor_l2norm(
@@ -449,6 +494,11 @@ _FUNCTIONS: dict[str, Any] = {
     **te_quantized.FUNCTIONS,
     "fused_rope_forward": fused_rope_forward,
     "fused_rope_backward": fused_rope_forward,
+    "thd_read_half_tensor": thd_read_half_tensor,
+    "thd_read_second_half_lse": thd_read_second_half_lse,
+    "thd_get_partitioned_indices": thd_get_partitioned_indices,
+    **dict.fromkeys(("thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"), thd_in_other_order),
+    **dict.fromkeys(("thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"), _in_place),
     "multi_tensor_l2norm": multi_tensor_l2norm,
     "get_fused_attn_backend": get_fused_attn_backend,
     "fused_topk_with_score_function_fwd": fused_topk_with_score_function_fwd,

@@ -178,5 +178,5 @@ def _head_norm(tape: Tape, model: Model, x: Value) -> Value:
 
 def _rotated(tape: Tape, workload: Workload, sizes: Sizes, x: Value) -> Value:
     if workload.training.kernels.apply_rope_fusion:
-        return fused_rotary(tape, x)
+        return fused_rotary(tape, sizes, x)
     return rotary(tape, sizes, x, workload.model.rotary_width)

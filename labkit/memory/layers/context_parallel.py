@@ -4,11 +4,12 @@ Every rank has an early and a late chunk of each sequence, equally many rows. Ca
 very first chunk, needs the others' keys for its late half alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from labkit.memory.layers.inputs import sequence_ends
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import Buffer, Free, Tape, Value
+from labkit.memory.tape import GRADIENTS, Buffer, Free, Tape, Value
 
 
 class Kernel(NamedTuple):
@@ -44,11 +45,16 @@ def _statistics(tape: Tape, sizes: Sizes, heads: int, rows: int) -> tuple[Value,
 
 
 def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kernel: Kernel) -> Value:
-    """Keys and values go round in a ring (`AttnFuncWithCPAndKVP2P`): keeps q, the last of them, output, statistics."""
+    """Keys and values go round in a ring (`AttnFuncWithCPAndKVP2P`): keeps q, the last of them, output, statistics.
+
+    The halves of packed sequences are copied out of q, and where they end is kept for each step.
+    """
     query, key, value = qkv
     heads, row = query.shape[1], _row(key) + _row(value)
+    ends = _ends(tape, sizes)
     buffers = [tape.value("key_value", (sizes.tokens, row))]
     tape.op("cat", [key, value], buffers)
+    halves: list[Value] = []
     outputs: list[Value] = []
     statistics: list[Value] = []
     states: list[Value] = []
@@ -61,12 +67,17 @@ def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, 
         # Two lists of two take turns: what a step leaves there goes when the step after next puts its own.
         tape.hold(buffers[max(0, step - 2) : step - 1])
         parts = 1 if step == 0 else 2
+        ends += _ends(tape, sizes)
+        attending = query if step == 0 else _late_half(tape, sizes, query)
+        if attending is not query:
+            tape.hold(halves[:-1][-1:])
+            halves.append(attending)
         out = tape.value("output_of_step", (sizes.tokens // parts, heads, value.shape[-1]), grad=False)
         lse, state = _statistics(tape, sizes, heads, sizes.sequence // parts)
         splits = sizes.choices.flash_splits if parts == 1 else sizes.choices.flash_splits_of_half
         tape.op(
             kernel.name,
-            [query, buffers[step]],
+            [attending, buffers[step]],
             [out, lse, state],
             temporaries=kernel.forward(sizes, heads, sizes.sequence // parts, query.shape[-1], splits),
             flops=flops // sizes.cp,
@@ -75,11 +86,14 @@ def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, 
         outputs.append(out)
         statistics.append(lse)
         states.append(state)
+        if step:
+            statistics[-2] = _by_heads(tape, sizes, kernel, statistics[-2])
         if step == 1 and sizes.cp > 2:
             running = [
                 tape.value("output", (sizes.tokens, _row(query) // query.shape[-1] * value.shape[-1]), grad=False)
             ]
             tape.op("clone", [outputs[0]], running)
+    statistics[-1] = _by_heads(tape, sizes, kernel, statistics[-1])
     tape.hold([*running, *buffers[-2:], *outputs[-2:], *statistics[-2:]])
     # The gradients of keys and values lie in one of two buffers that go round with them.
     pair = tape.view(buffers[-1], "key_value", (2 * sizes.tokens, row))
@@ -91,17 +105,81 @@ def _point_to_point(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, 
         "context_parallel_attention",
         [query, pair],
         [out, lse],
-        saves=[query, buffers[-1], out, lse, *states],
+        saves=[query, buffers[-1], out, lse, *states, *ends],
         temporaries=[tape.buffer("old_softmax_lse", lse.shape, "fp32")],
         backward_temporaries=[
             tape.buffer("late_softmax_lse", (sizes.batch, heads, sizes.sequence // 2), "fp32"),
+            *([tape.buffer("softmax_lse_by_rows", lse.shape, "fp32")] if sizes.packed and kernel is FUSED else []),
+            *([GRADIENTS] if sizes.packed else []),
             tape.buffer("other_key_value", pair.shape),
+            *(_halves_of_packed(tape, sizes, qkv, kernel) if sizes.packed else []),
             *(tape.buffer(f"{part.name}_gradient_of_step", part.shape) for part in qkv),
             *kernel.backward(sizes, heads, key.shape[1], sizes.sequence, query.shape[-1]),
+            *(_padding_mask(tape, sizes) if sizes.packed and kernel is FUSED else []),
         ],
     )
-    tape.hold([*buffers[-2:], *outputs[-2:], *statistics[-2:], *states])
+    tape.hold([*halves[-2:], *buffers[-2:], *outputs[-2:], *statistics[-2:], *states, *ends])
     return out
+
+
+def _ends(tape: Tape, sizes: Sizes) -> list[Value]:
+    """Where a rank's parts of packed sequences end, for queries and for keys."""
+    if not sizes.packed:
+        return []
+    ends = [tape.value(name, (len(sizes.packed) + 1,), "int32", grad=False) for name in ("ends", "key_ends")]
+    tape.op("divide_ends", [], ends)
+    return ends
+
+
+def _late_half(tape: Tape, sizes: Sizes, query: Value) -> Value:
+    """The late half of each sequence's queries: of packed ones a copy (`thd_read_half_tensor`)."""
+    if not sizes.packed:
+        return query
+    half = tape.value("late_query", (sizes.tokens // 2, *query.shape[1:]), grad=False)
+    tape.op("read_half", [query], [half])
+    return half
+
+
+def _by_heads(tape: Tape, sizes: Sizes, kernel: Kernel, statistics: Value) -> Value:
+    """Statistics of packed sequences in the order of heads, which cuDNN has in that of rows."""
+    if not sizes.packed or kernel is not FUSED:
+        return statistics
+    ordered = tape.value(statistics.name, statistics.shape, "fp32", grad=False)
+    tape.op("transpose", [statistics], [ordered])
+    return ordered
+
+
+def _padding_mask(tape: Tape, sizes: Sizes) -> list[Buffer]:
+    """Which rows pad packed sequences, found in the end (`get_thd_padding_mask`)."""
+    rows = (sizes.tokens,)
+    names = {"rows": "int64", "sequences": "int64", "begins": "int32", "next": "int64", "ends": "int32"}
+    return [tape.buffer(f"{name}_of_padding", rows, dtype) for name, dtype in names.items()]
+
+
+def _halves_of_packed(tape: Tape, sizes: Sizes, qkv: Sequence[Value], kernel: Kernel) -> Iterator[Buffer | Free]:
+    """Backward of the steps before the last: late halves of queries, outputs and their gradients are copied out.
+
+    A step's are there until the next one has its own.
+    """
+    query, key, value = qkv
+    _, heads, width = query.shape
+    late = sizes.tokens // 2
+    shapes = {
+        "late_query": (late, heads, width),
+        "late_output": (late, heads, value.shape[-1]),
+        "late_output_gradient": (late, heads, value.shape[-1]),
+    }
+    gradients = {"late_query_gradient": (late, heads, width), "key_gradient": key.shape, "value_gradient": value.shape}
+    for step in range(sizes.cp - 1):
+        yield from (tape.buffer(f"{name}_{step}", shape) for name, shape in shapes.items())
+        yield from (Free(f"{name}_{step - 1}") for name in shapes if step)
+        yield from (tape.buffer(name, shape) for name, shape in gradients.items())
+        yield from _during(kernel.backward(sizes, heads, key.shape[1], late, width))
+        yield from map(Free, gradients)
+    yield from (Free(f"{name}_{sizes.cp - 2}") for name in shapes)
+
+
+_WAYS = ("sent", "received")
 
 
 def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kernel: Kernel) -> Value:
@@ -111,16 +189,15 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kern
     whole = [
         tape.value(part.name, (part.shape[0] * sizes.cp, part.shape[1] // sizes.cp, part.shape[2])) for part in qkv
     ]
-    # Each is put in order, sent, and put in order again, one after the other.
-    sent = [tape.buffer(f"{part.name}_sent", part.shape) for part in qkv]
-    received = tape.buffer("received", key.shape)
-    tape.op(
-        "all_to_all",
-        qkv,
-        whole,
-        temporaries=[*sent, received],
-        communicated_bytes=sum(part.bytes for part in qkv) * (sizes.cp - 1) // sizes.cp,
-    )
+    # Each is put in order and sent; when the next is on its way, what has come is put in order again.
+    sent, received = ([tape.value(f"{part.name}_{way}", part.shape, grad=False) for part in qkv] for way in _WAYS)
+    for part, going, come, before in zip(qkv, sent, received, (None, *zip(received, whole, strict=True)), strict=False):
+        tape.op("put_in_order", [part], [going])
+        tape.op("all_to_all", [going], [come], communicated_bytes=part.bytes * (sizes.cp - 1) // sizes.cp)
+        if before is not None:
+            tape.op("put_in_order", before[:1], before[1:])
+    tape.op("put_in_order", received[-1:], whole[-1:])
+    tape.hold(sent)
     inner = tape.value("kernel_output", (sizes.tokens * sizes.cp, heads, width), grad=False)
     lse, state = _statistics(tape, sizes, heads, sizes.sequence * sizes.cp)
     rows, splits = sizes.sequence * sizes.cp, sizes.choices.flash_splits
@@ -128,6 +205,7 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kern
     tape.op(kernel.name, whole, [inner, lse, state], temporaries=temporaries, flops=flops)
     out = tape.value("output", (sizes.tokens, query.shape[1] * width))
     gradients = [tape.buffer(f"{part.name}_gradient", part.shape) for part in whole]
+    outwards = [tape.buffer(f"output_gradient_{way}", out.shape) for way in _WAYS]
     ordered = [tape.buffer(f"{part.name}_gradient_sent", part.shape) for part in qkv]
     # Most is alive when the query's gradient is back and the key's is under way, or when the value's is the last.
     under_way = max(_row(query) - _row(value), _row(key))
@@ -135,10 +213,12 @@ def _all_to_all(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, kern
         "all_to_all_output",
         qkv,
         [out],
-        saves=[*whole, inner, lse, state],
+        saves=[*whole, inner, lse, state, *sequence_ends(tape, sizes)],
         temporaries=[tape.buffer("output_sent", out.shape), tape.buffer("output_received", out.shape)],
         backward_temporaries=[
+            *outwards,
             tape.buffer("output_gradient", out.shape),
+            *(Free(each.name) for each in outwards),
             *gradients,
             *_during(kernel.backward(sizes, heads, whole[1].shape[1], rows, query.shape[-1])),
             *ordered,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from labkit.memory.layers.context_parallel import FUSED, context_parallel_attention
 from labkit.memory.layers.flash import as_packed, flash_attention, interleaved
-from labkit.memory.layers.inputs import take_mask
+from labkit.memory.layers.inputs import sequence_ends, take_arguments
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
@@ -21,12 +21,12 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     The three views of one packed tensor that Transformer Engine knows (`sbh3d`) are read where they lie; any other
     view is copied first (`get_qkv_layout`).
     """
-    take_mask(tape, workload, sizes)
+    take_arguments(tape, workload, sizes)
     qkv, backend = [query, key, value], attention_backend(workload)
     if interleaved(qkv) is None or (sizes.cp > 1 and backend == "fused"):
         qkv = [_contiguous(tape, part) for part in qkv]
     _, heads, width = query.shape
-    flops = sizes.batch * sizes.sequence**2 * sizes.cp * heads * (width + value.shape[-1])
+    flops = sizes.token_pairs * heads * (width + value.shape[-1])
     exchange = workload.parallelism.cp_comm_type
     if sizes.cp == 1:
         out = _BACKENDS[backend](tape, sizes, qkv, flops)
@@ -60,7 +60,7 @@ def _fused_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int)
         out = tape.value("output", (sizes.tokens, heads * value.shape[-1]))
         statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence, 1), "fp32", grad=False)
         rng_state = tape.value("rng_state", (2,), "int64", grad=False)
-        saves = [*inputs, out, statistics, rng_state]
+        saves = [*inputs, out, statistics, rng_state, *sequence_ends(tape, sizes)]
         tape.op("fused_attention", inputs, [out, statistics, rng_state], saves=saves, flops=flops)
     return out
 

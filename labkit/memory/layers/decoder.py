@@ -13,7 +13,7 @@ from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.embedding import embedding_parameters
 from labkit.memory.layers.ends import back, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
-from labkit.memory.layers.inputs import read_batch, take_mask
+from labkit.memory.layers.inputs import read_batch, take_arguments
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
 from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
@@ -74,7 +74,7 @@ def record_layers(workload: Workload, sizes: Sizes, places: Sequence[Place]) -> 
     tape = _tape(workload)
     hidden = tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     _made_once(tape, workload, sizes, {place.half for place in places})
-    take_mask(tape, workload, sizes)
+    take_arguments(tape, workload, sizes)
     inputs = {0: hidden}
     with tape.module("decoder"):
         for layer, half, share in places:
@@ -116,6 +116,13 @@ def record_received(workload: Workload, sizes: Sizes) -> Tape:
     Sources: `p2p_communication.recv_forward`; `TransformerBlock.set_input_tensor`, which keeps it, and so its gradient,
     until the next forward.
     """
+    tape = _receiving(workload, sizes)
+    if sizes.packed:
+        read_batch(tape, workload, sizes, first=False, last=False)
+    return tape
+
+
+def _receiving(workload: Workload, sizes: Sizes) -> Tape:
     tape = _tape(workload)
     with tape.module("pipeline", kind="pipeline"):
         tape.exit = tape.value("received", (sizes.shard, sizes.hidden))
@@ -128,7 +135,7 @@ def record_received_by_last(workload: Workload, sizes: Sizes) -> Tape:
 
     Where it predicts several tokens it has a copy of the embedding.
     """
-    tape = record_received(workload, sizes)
+    tape = _receiving(workload, sizes)
     read_batch(tape, workload, sizes, first=False, last=True)
     if workload.model.mtp_num_layers:
         with tape.module("embedding", kind="embedding"):

@@ -4,6 +4,8 @@ Source: Megatron Core `ssm/mamba_context_parallel.py` with `tensor_parallel/mapp
 ranks hold a front and a back part of a sequence; what runs along the sequence puts the parts in order first.
 """
 
+from collections.abc import Sequence
+
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 
@@ -28,10 +30,10 @@ def tokens_for_heads(tape: Tape, sizes: Sizes, x: Value, *, joined: bool = False
     return received
 
 
-def heads_for_tokens(tape: Tape, sizes: Sizes, x: Value) -> Value:
+def heads_for_tokens(tape: Tape, sizes: Sizes, x: Value, order: Sequence[Value] = ()) -> Value:
     """`_redo_attention_load_balancing` and `_all_to_all_hp2cp`: (tokens of all ranks, width) to this rank's tokens."""
     rows, width = x.shape
-    balanced = in_order(tape, x)
+    balanced = in_order(tape, x, order)
     received = tape.value("own_tokens", x.shape)
     tape.op("all_to_all", [balanced], [received], communicated_bytes=received.bytes * (sizes.cp - 1) // sizes.cp)
     joined = tape.value("all_heads", (rows // sizes.cp, width * sizes.cp))
@@ -41,8 +43,11 @@ def heads_for_tokens(tape: Tape, sizes: Sizes, x: Value) -> Value:
     return joined
 
 
-def in_order(tape: Tape, x: Value) -> Value:
-    """A copy with the parts of the sequences in another order (`_undo_attention_load_balancing` and its inverse)."""
+def in_order(tape: Tape, x: Value, order: Sequence[Value] = ()) -> Value:
+    """A copy with the parts of the sequences in another order (`_undo_attention_load_balancing` and its inverse).
+
+    That of packed sequences is a tensor of places, which is saved.
+    """
     ordered = tape.value("in_order", x.shape)
-    tape.op("cat", [x], [ordered])
+    tape.op("cat", [x, *order], [ordered], saves=order)
     return ordered

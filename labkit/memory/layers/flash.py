@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from labkit.memory.layers.context_parallel import Kernel, context_parallel_attention
+from labkit.memory.layers.inputs import sequence_ends
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Buffer, Tape, Value
 
@@ -43,7 +44,7 @@ def flash_attention(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int, 
 
 
 def _kernel(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value:
-    """`FlashAttnFunc`: saves q, k, v, output, log-sum-exp, RNG state."""
+    """`FlashAttnFunc`, `FlashAttnVarlenFunc`: saves q, k, v, output, log-sum-exp, RNG state, where sequences end."""
     query, key, _ = qkv
     _, heads, width = query.shape
     statistics = tape.value("softmax_lse", (sizes.batch, heads, sizes.sequence), "fp32", grad=False)
@@ -53,7 +54,7 @@ def _kernel(tape: Tape, sizes: Sizes, qkv: Sequence[Value], flops: int) -> Value
         "flash_attention",
         qkv,
         [out, statistics, rng_state],
-        saves=[*qkv, out, statistics, rng_state],
+        saves=[*qkv, out, statistics, rng_state, *sequence_ends(tape, sizes)],
         temporaries=_parts(sizes, heads, sizes.sequence, width, sizes.choices.flash_splits),
         backward_temporaries=_sums(sizes, heads, key.shape[1], sizes.sequence, width),
         flops=flops,
@@ -75,8 +76,11 @@ def _parts(sizes: Sizes, heads: int, rows: int, width: int, splits: int) -> list
 
 
 def _sums(sizes: Sizes, heads: int, key_heads: int, rows: int, width: int) -> list[Buffer]:
-    """What the backward kernel holds: sums in blocks of 128 rows, gradients of a key head for each query head."""
-    padded = (rows + 127) // 128 * 128
+    """What the backward kernel holds: sums in blocks of 128 rows, gradients of a key head for each query head.
+
+    Of packed sequences it sums a block more each.
+    """
+    padded = rows + 128 * len(sizes.packed) if sizes.packed else (rows + 127) // 128 * 128
     expanded = (sizes.batch * rows, heads, width)
     return [
         Buffer("softmax_d", (sizes.batch, heads, padded), "fp32"),
@@ -118,7 +122,10 @@ def as_packed(tape: Tape, qkv: Sequence[Value]) -> Sequence[Value]:
 
 
 def _batch_first(tape: Tape, sizes: Sizes, qkv: Sequence[Value]) -> list[Value]:
+    """Packed sequences have no batch: they are read where they lie, but by context-parallel ranks."""
     packed = interleaved(qkv)
+    if sizes.packed and (packed is None or sizes.cp == 1):
+        return list(qkv)
     if packed is not None and qkv[0].shape[-1] == _PREPARED_WIDTH and sizes.choices.prepare_kernel:
         # `_PrepareQKVForFA`: one copy of all three, and one gradient.
         whole = tape.value("qkv", packed.shape)

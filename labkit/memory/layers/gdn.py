@@ -31,7 +31,9 @@ class Recurrence:
 
     @classmethod
     def of(cls, sizes: Sizes) -> Self:
-        """Equal sequences, one after the other."""
+        """Whole sequences, one after the other."""
+        if sizes.packed:
+            return cls(sizes.tokens * sizes.cp, sum(-(-length // CHUNK) for length in sizes.packed))
         return cls(sizes.tokens * sizes.cp, sizes.batch * -(-sizes.sequence * sizes.cp // CHUNK))
 
 
@@ -85,8 +87,10 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
     with tape.module("in_proj"):
         normed = norm(tape, model, hidden, sizes.shard, model.hidden_size)
         projected = column_parallel(tape, sizes, normed, model.hidden_size, projected_heads.projected)
+    _remember_ends(tape, workload, sizes)
+    places = _places(tape, run) if sizes.packed and sizes.cp > 1 else []
     if sizes.cp > 1:
-        projected = _own_heads(tape, sizes, projected)
+        projected = _own_heads(tape, sizes, projected, places[:1])
     heads = Heads.of(net, sizes.tp * sizes.cp)
     sections = {"qkv": heads.convolved, "gate": heads.value, "beta": heads.values, "alpha": heads.values}
     views = {name: tape.view(projected, name, (run.rows, width)) for name, width in sections.items()}
@@ -107,12 +111,39 @@ def gated_delta_net(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value)
             # Sequences came one after the other and go interleaved.
             gated = _contiguous(tape, gated)
         if sizes.cp > 1:
-            gated = heads_for_tokens(tape, sizes, gated)
+            gated = heads_for_tokens(tape, sizes, gated, places[1:])
     with tape.module("out_proj"):
         output = row_parallel(tape, sizes, gated, projected_heads.value)
     # Local variables of GatedDeltaNet.forward live until it returns.
-    tape.hold([projected, convolved, query, key, value, gate, alpha, decay, beta, core])
+    tape.hold([projected, convolved, query, key, value, gate, alpha, decay, beta, core, *places])
     return output
+
+
+def _remember_ends(tape: Tape, workload: Workload, sizes: Sizes) -> None:
+    """What is worked out of where packed sequences end is kept with its last four arguments (`fla`, `tensor_cache`)."""
+    if sizes.packed:
+        remembered = min(workload.distinct_microbatches, 4)
+        ends = tape.buffer("cached_cu_seqlens", (remembered * (sizes.tokens * sizes.cp + 1),), "int32")
+        tape.op("remember_ends", [], [], once=ends)
+
+
+def _places(tape: Tape, run: Recurrence) -> list[Value]:
+    """Where tokens of packed sequences are rank by rank, and where those are in order (`_build_thd_cp_a2a_perm`)."""
+    rows = (run.rows,)
+    places = [tape.value(name, rows, "int64", grad=False) for name in ("places", "places_in_order")]
+    names = (
+        "positions",
+        "sequences",
+        "half_lengths",
+        "in_sequence",
+        "chunks",
+        "offsets",
+        "balanced",
+        "ranks",
+        "in_half",
+    )
+    tape.op("find_places", [], places, temporaries=[tape.buffer(name, rows, "int64") for name in names])
+    return places
 
 
 def head_permutation(tape: Tape, net: GatedDeltaNet, sizes: Sizes) -> None:
@@ -121,12 +152,12 @@ def head_permutation(tape: Tape, net: GatedDeltaNet, sizes: Sizes) -> None:
     tape.op("head_permutation", [], [tape.value("head_permutation", (columns,), "int64", grad=False)], caches=8)
 
 
-def _own_heads(tape: Tape, sizes: Sizes, projected: Value) -> Value:
+def _own_heads(tape: Tape, sizes: Sizes, projected: Value, places: Sequence[Value]) -> Value:
     """This rank's heads of all tokens, in order: columns are permuted first, and one exchange serves all sections."""
     permuted = tape.value("permuted", projected.shape)
     tape.op("index_select", [projected], [permuted])
     received = tokens_for_heads(tape, sizes, permuted)
-    ordered = in_order(tape, received)
+    ordered = in_order(tape, received, places)
     # The argument of the function that exchanges.
     tape.hold([permuted])
     return ordered

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from labkit.memory.layers.exchange import heads_for_tokens, in_order, tokens_for_heads
+from labkit.memory.layers.inputs import batch_tensor
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import GRADIENTS, Buffer, Free, Shape, Tape, Value
@@ -107,11 +108,13 @@ def mamba(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
     packed = projected if sizes.cp == 1 else _own_heads(tape, sizes, local, scan, projected)
     if interleaved:
         exchanged, packed = packed, _reordered(tape, packed)
-    out = _convolution_and_scan(tape, scan, packed, _used_parameters(tape, sizes, scan))
+    used = _used_parameters(tape, sizes, scan) + ([batch_tensor(tape, sizes, "seq_idx")] if sizes.packed else [])
+    out = _convolution_and_scan(tape, scan, packed, used)
     if interleaved:
         out = _reordered(tape, out)
     if sizes.cp > 1:
-        out = heads_for_tokens(tape, sizes, out)
+        order = _places(tape, [scan.tokens]) if sizes.packed else []
+        out = heads_for_tokens(tape, sizes, out, order)
     with tape.module("norm"):
         out = _group_norm(tape, local, out, GPUS[workload.training.gpu])
     with tape.module("out_proj"):
@@ -139,10 +142,18 @@ def _own_heads(tape: Tape, sizes: Sizes, local: _Scan, scan: _Scan, projected: V
         received.append(tokens_for_heads(tape, sizes, copied, joined=True))
     joined = tape.value("joined", (scan.tokens, scan.packed))
     tape.op("cat", received, [joined], aliases=True)
-    ordered = in_order(tape, joined)
+    order = _places(tape, [sizes.tokens] * sizes.cp) if sizes.packed else []
+    ordered = in_order(tape, joined, order)
     # Local variables of the two methods.
     tape.hold([*received, projected])
     return ordered
+
+
+def _places(tape: Tape, rows: Sequence[int]) -> list[Value]:
+    """Which rows of packed sequences ranks have (`thd_get_partitioned_indices`), in tensors of so many."""
+    places = [tape.value("index", (count,), "int32", grad=False) for count in rows]
+    tape.op("partition", [], places)
+    return places
 
 
 def _parameters(tape: Tape, model: Model, sizes: Sizes, scan: _Scan) -> None:

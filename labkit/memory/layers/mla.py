@@ -68,13 +68,32 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
         # Local variables of get_query_key_value_tensors live until it returns.
         tape.hold([packed_query, packed_kv, rotated_query, rotated_key, position_key])
 
-    with tape.module("core_attention"):
-        core = core_attention(tape, workload, sizes, query, key, value)
+    core = _core(tape, workload, sizes, query, key, value)
     with tape.module("linear_proj"):
         output = row_parallel(tape, sizes, core, value_width)
     # Local variables of MultiLatentAttention.forward live until it returns.
     tape.hold([kv_combined, compressed_query, query, key, value, core])
     return output
+
+
+def _core(tape: Tape, workload: Workload, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:
+    """The core attention; values of packed sequences are padded to the width of queries, and the output is trimmed.
+
+    Source: `_prepare_mla_core_attention_value`, `_trim_mla_core_attention_output`.
+    """
+    tokens, heads, width = value.shape
+    if not sizes.packed or query.shape == value.shape:
+        with tape.module("core_attention"):
+            return core_attention(tape, workload, sizes, query, key, value)
+    with tape.module("core_attention"):
+        padded = tape.value("value", query.shape)
+        tape.op("pad", [value], [padded])
+        whole = core_attention(tape, workload, sizes, query, key, padded)
+        narrow = tape.view(whole, "output", (tokens, heads, width))
+        tape.op("slice", [whole], [narrow])
+    trimmed = tape.value("output", (tokens, heads * width))
+    tape.op("reshape", [narrow], [trimmed], aliases=True)
+    return trimmed
 
 
 def _latent_sizes(model: Model) -> MultiLatentAttention:

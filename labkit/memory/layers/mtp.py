@@ -7,7 +7,7 @@ transformer layer; the output layer is shared, and the losses hang on the hidden
 from collections.abc import Callable
 
 from labkit.memory.layers.embedding import embedding, saved_ids
-from labkit.memory.layers.inputs import rolled, take_mask
+from labkit.memory.layers.inputs import rolled, take_arguments
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters
 from labkit.memory.layers.loss import cross_entropy
 from labkit.memory.layers.sizes import Sizes
@@ -48,7 +48,7 @@ def _depth(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, words: V
     with tape.module("embedding", kind="embedding"):
         embedded = embedding(tape, workload, sizes, words, {name: ids[name] for name in saved_ids(workload)})
     with tape.module("@proj_and_transformer_layer"):
-        take_mask(tape, workload, sizes)
+        take_arguments(tape, workload, sizes)
         joined = tape.value("joined", (sizes.shard, 2 * sizes.hidden))
         normed = []
         for name, x in (("enorm", embedded), ("hnorm", hidden)):

@@ -33,10 +33,26 @@ class Sizes:
     """The batch brings a mask for each of its sequences."""
     softmax_in_place: bool
     """Transformer Engine's softmax kernel writes its gradient over the incoming one."""
+    packed: tuple[int, ...]
+    """Tokens of each packed sequence, over all context-parallel ranks; empty where each sequence is a row of its own.
+
+    Packed ones are one row of the batch. Those of the `lora` runtime are not meant."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
     head: bool = True
     """The rank has the output head, or nothing depends on it."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, over all context-parallel ranks."""
+        return max(self.packed) if self.packed else self.sequence * self.cp
+
+    @property
+    def token_pairs(self) -> int:
+        """Tokens of a sequence times those that they may see, summed over sequences: of the rank's own tokens."""
+        if self.packed:
+            return sum(length**2 for length in self.packed) // self.cp
+        return self.batch * self.sequence**2 * self.cp
 
     def from_tensor_ranks(self, nbytes: int) -> int:
         """Bytes of a tensor of `nbytes`, gathered or reduced over the tensor-parallel group, that others send."""
@@ -87,5 +103,6 @@ class Sizes:
             attention_dropout=workload.model.attention_dropout > 0,
             masked=batch.create_attention_mask_in_dataloader,
             softmax_in_place=softmax_gradient_in_place(workload.training.software),
+            packed=workload.packed_lengths,
             lora=workload.training.lora,
         )
