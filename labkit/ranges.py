@@ -45,7 +45,7 @@ def left_open(workload: Workload) -> Iterator[Open]:
         )
 
 
-def ranged(summary: Summary, peaks: Peaks, exact: Peaks | None = None) -> Summary:
+def ranged(summary: Summary, peaks: Peaks, roughly: Peaks | None = None) -> Summary:
     """The summary with a range for each open field that moves its peak, and one for all of them together.
 
     The ends of the latter are looked for from the field that moves the peak most to the one that moves it least: a
@@ -54,30 +54,42 @@ def ranged(summary: Summary, peaks: Peaks, exact: Peaks | None = None) -> Summar
     Args:
         summary: of the workload as it is.
         peaks: gives the peaks with fields changed.
-        exact: gives those of the two ends more exactly.
+        roughly: gives them with less effort and less exactly: which fields decide nothing, which go together.
     """
     opened, base = tuple(left_open(summary.workload)), summary.peak_allocated_bytes
-    others = iter(peaks([choice.fields for each in opened for choice in each.choices[1:]]))
+    others = [choice.fields for each in opened for choice in each.choices[1:]]
+    found = peaks(others) if roughly is None else _exactly(roughly(others), others, base, peaks)
+    left = iter(found)
     ranges, moved = [], list[tuple[int, Mapping[str, Any]]]()
     for each in opened:
-        alternatives = [(next(others), choice) for choice in each.choices[1:]]
+        alternatives = [(next(left), choice) for choice in each.choices[1:]]
         cases = [(peak, choice) for peak, choice in alternatives if peak is not None]
         if {peak for peak, _ in cases} <= {base}:
             continue  # it decides nothing here
-        found = [Case(value=choice.value, peak_allocated_bytes=peak) for peak, choice in cases]
+        shown = [Case(value=choice.value, peak_allocated_bytes=peak) for peak, choice in cases]
         assumed = Case(value=each.choices[0].value, peak_allocated_bytes=base)
-        ranges.append(Range.over(each.field, each.cause, [assumed, *found]))
+        ranges.append(Range.over(each.field, each.cause, [assumed, *shown]))
         moved += [(peak, choice.fields) for peak, choice in cases if choice.plausible]
     if not ranges:
         return summary
     lowest = sorted((case for case in moved if case[0] < base), key=lambda case: case[0])
     highest = sorted((case for case in moved if case[0] > base), key=lambda case: -case[0])
-    low, high = _furthest(base, lowest, peaks, -1), _furthest(base, highest, peaks, 1)
-    ends = [base, low[0], high[0], *(peak for peak, _ in moved)]
-    if exact is not None:
-        ends += [peak for peak in exact([fields for _, fields in (low, high) if fields]) if peak is not None]
+    together = [_furthest(base, cases, roughly or peaks, sign) for cases, sign in ((lowest, -1), (highest, 1))]
+    if roughly is not None:
+        combined = [fields for _, fields in together if fields and fields not in others]
+        together = [(peak, {}) for peak in peaks(combined) if peak is not None]
+    ends = [base, *(peak for peak, _ in (*together, *moved))]
     span = PeakRange(low_bytes=min(ends), high_bytes=max(ends), causes=tuple(each.field for each in ranges))
     return summary.model_copy(update={"ranges": tuple(ranges), "peak_range": span})
+
+
+def _exactly(
+    rough: Sequence[int | None], changes: Sequence[Mapping[str, Any]], base: int, peaks: Peaks
+) -> list[int | None]:
+    """The peaks of those that are not the base's."""
+    moving = [fields for peak, fields in zip(rough, changes, strict=True) if peak not in (None, base)]
+    exact = iter(peaks(moving))
+    return [peak if peak in (None, base) else next(exact) for peak in rough]
 
 
 def _furthest(

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from labkit.ledger import Certainty, Lifetime, Moment, Row, rounded
 from labkit.memory.tape import DTYPE_BYTES, Shape
@@ -142,6 +143,16 @@ class Book:
                     layer=about.layer,
                     lifetime=about.lifetime,
                 )
+
+    def peak(self, block_bytes: dict[int, int]) -> int:
+        """The largest sum of the live rows' blocks, with the size of the block each entry got."""
+        changes = [0] * (self._clock + 1)
+        for number, entry in enumerate(self.entries, start=1):
+            nbytes = block_bytes[self._blocks.get(number, number)]
+            changes[entry.born] += nbytes
+            if entry.dies is not None:
+                changes[entry.dies] -= nbytes
+        return max(accumulate(changes))
 
     def rows(self, rank: int, block_bytes: dict[int, int]) -> Iterator[Row]:
         """The ledger rows, with the size of the block each entry got.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from labkit.allocator import simulate_training
+from labkit.allocator import Simulated, simulate_training
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import margin_over, margin_rows
@@ -35,11 +35,13 @@ class Estimate(Result):
         """Its levels in tensors, in a millisecond or two; the rest is written row by row when it is asked for."""
         return outline(self.workload, self.stage)
 
+    @property
+    def own_peak_bytes(self) -> int:
+        """Its peak by formula alone."""
+        return self.peak_allocated_bytes
+
     def _play(self) -> Written:
-        model, book = chunks(self.workload, self.stage), Book()
-        state = State(model, self.workload, self.stage)
-        run_steps(self.workload, self.stage, model, loss_chunk(self.workload), Writer(book, state))
-        simulated = simulate_training(book.events, book.streams, self.workload.training)
+        book, simulated = _written(self.workload, self.stage)
         ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)
         fragmentation = simulated.fragmentation(lambda event: book.entries[book.events[event][0] - 1].phase)
         return Written(ledger, simulated.reserved[-1][1], fragmentation)
@@ -112,6 +114,20 @@ def estimate(workload: Workload, stage: int | None = None) -> Estimate:
     34
     """
     return Estimate(workload, fullest_stage(workload) if stage is None else stage)
+
+
+def peak_allocated(workload: Workload, stage: int) -> int:
+    """What an estimate of a stage has as its peak, without rows."""
+    book, simulated = _written(workload, stage)
+    return book.peak(simulated.block_bytes)
+
+
+def _written(workload: Workload, stage: int) -> tuple[Book, Simulated]:
+    """Two steps, and what the allocator makes of them."""
+    model, book = chunks(workload, stage), Book()
+    state = State(model, workload, stage)
+    run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
+    return book, simulate_training(book.events, book.streams, workload.training)
 
 
 def fullest_stage(workload: Workload) -> int:

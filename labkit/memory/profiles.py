@@ -88,6 +88,11 @@ class RaisedEstimate(Estimate):
         super().__init__(estimate.workload, estimate.stage)
         self._below, self._row, self._peak = estimate, row, peak_allocated_bytes
 
+    @property
+    def own_peak_bytes(self) -> int:
+        """Its peak by formula alone."""
+        return self._below.peak_allocated_bytes
+
     def _play(self) -> Written:
         ledger, reserved = self._below.ledger, self._below.peak_reserved_bytes
         return Written(

@@ -173,7 +173,8 @@ class Parameter(NamedTuple):
             name = name.replace(f"layers.{self.layer}.", f"layers.{layer}.", 1)
         if self.copies is not None:
             name = f"{name}{number}"
-        return self._replace(name=name, layer=layer, copies=None)
+        about = self.shape, layer, self.expert, self.replicated, self.trainable, self.shared_embedding
+        return Parameter(name, *about)  # quicker than `_replace`: estimates make tens of thousands
 
 
 @dataclass(slots=True)

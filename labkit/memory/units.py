@@ -10,9 +10,12 @@ from typing import NamedTuple
 from labkit.memory.layers.decoder import (
     Place,
     record_back,
+    record_back_alone,
     record_front,
     record_layers,
     record_loss,
+    record_normed_and_sent,
+    record_passed_on,
     record_received,
     record_received_by_last,
     record_sent,
@@ -61,6 +64,8 @@ class Stretch(NamedTuple):
     layers: int
     """From one repetition to the next."""
 
+
+type _Record = Callable[[Workload, Sizes], Tape]
 
 _LONGEST_STRETCH = 16
 """Runs looked at for repetition: layer patterns are shorter."""
@@ -223,8 +228,7 @@ class Recorder:
         ]
 
     def _chunk(self, recompute: Recompute, layers: range, *, front: bool, back: bool) -> Chunk:
-        received = record_received_by_last if back else record_received
-        begin, end = record_front if front else received, record_back if back else record_sent
+        begin, end = self._ends(layers, front=front, back=back)
         labels = recompute.modules
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             labels = frozenset(("full",))
@@ -256,6 +260,20 @@ class Recorder:
                 runs.append(Run(tuple(unit._replace(first_layer=here) for unit in reversed(units)), alike, count))
         return Chunk(reversed(runs))
 
+    def _ends(self, layers: range, *, front: bool, back: bool) -> tuple[_Record, _Record]:
+        """What stands before and after a chunk's layers."""
+        received = record_received_by_last if back else record_received
+        model, empty = self._workload.model, not layers and not front
+        # A hybrid model has its final norm where its head is.
+        norms = model.mtp_num_layers is not None and model.hybrid_layer_pattern is None
+        if back:
+            end = record_back_alone if empty and norms else record_back
+        elif norms and layers and layers.stop == model.num_layers:
+            end = record_normed_and_sent
+        else:
+            end = record_passed_on if empty else record_sent
+        return record_front if front else received, end
+
     def _holds_output(self, tape: Tape, labels: frozenset[str], checkpointed: bool) -> bool:
         return self._play(tape, labels, checkpointed)[0].output_held
 
@@ -279,8 +297,8 @@ class Recorder:
                 tapes = [self._together(first, 1)] if whole else self._halves(first)
                 yield _Plan(tapes, checkpointed, first, alike, 1)
 
-    def _once(self, record: Callable[[Workload, Sizes], Tape]) -> Tape:
-        if self._without_experts is not None and record is not record_back:
+    def _once(self, record: _Record) -> Tape:
+        if self._without_experts is not None and record not in (record_back, record_back_alone):
             return self._without_experts._once(record)
         if record not in self._tapes:
             self._tapes[record] = record(self._workload, self._sizes)

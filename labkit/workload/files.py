@@ -122,7 +122,7 @@ def workload_file(path: Path) -> Path:
         InputError: a name that is neither.
     """
     name = str(path)
-    if path.exists() or path.suffix or path.name != name:
+    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != name:
         return path
     known = {each.stem: each for each in (data_directory() / "workloads").glob("*.yaml")}
     if name in known:

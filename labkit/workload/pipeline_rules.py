@@ -67,10 +67,9 @@ def _placed(workload: "Workload") -> Iterator[Finding]:
         if is_broken:
             yield Finding("error", field, reason, "change it or leave it out")
             return
-    elsewhere = bool(predicting) and (predicting[-1] != len(stages) - 1 or "t" not in stages[-1])
-    if elsewhere or not all("t" in stage for stage in stages[1:-1]):
-        reason = "a stage without layers that has others around it or predicts tokens is priced without what that moves"
-        yield Finding("warning", field, reason, "trace the workload, which runs it")
+    if predicting and predicting[-1] != len(stages) - 1:
+        reason = "multi-token prediction in a stage before the last is priced as if it were in the last, and not traced"
+        yield Finding("warning", field, reason, "put it beside L where the figures matter")
 
 
 def _even(workload: "Workload") -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from labkit.ledger import Certainty
 from labkit.memory.layers.attention import self_attention
 from labkit.memory.layers.embedding import embedding_parameters
-from labkit.memory.layers.ends import back, front
+from labkit.memory.layers.ends import back, final_norm, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
 from labkit.memory.layers.inputs import read_batch, take_arguments
 from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
@@ -150,16 +150,59 @@ def record_sent(workload: Workload, sizes: Sizes) -> Tape:
     """
     tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    _send(tape, workload, sizes, tape.entry)
+    return tape
+
+
+def _send(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> None:
     _made_once(tape, workload, sizes, ())
     with tape.module("pipeline", kind="pipeline"):
-        sent = tape.view(tape.entry, "sent", tape.entry.shape)
+        sent = tape.view(hidden, "sent", hidden.shape)
         instead = tape.value("deallocated_output", (1,), grad=False)  # its `.data` from now on
-        tape.op("send_forward", [tape.entry], [sent, instead], saves=[instead], aliases=True, keeps_gradient=True)
+        tape.op("send_forward", [hidden], [sent, instead], saves=[instead], aliases=True, keeps_gradient=True)
+
+
+def record_normed_and_sent(workload: Workload, sizes: Sizes) -> Tape:
+    """The same of the decoder's last layers where the last stage has none, and predicts tokens.
+
+    Source: `TransformerBlock.has_final_layernorm_in_this_stage`.
+    """
+    tape = _tape(workload)
+    tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    _send(tape, workload, sizes, final_norm(tape, workload, sizes, tape.entry))
     return tape
+
+
+def record_passed_on(workload: Workload, sizes: Sizes) -> Tape:
+    """What a later stage without layers ends with: it sends a copy of what it has received."""
+    tape = _tape(workload)
+    tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
+    _send(tape, workload, sizes, _copied(tape, tape.entry))
+    return tape
+
+
+def _copied(tape: Tape, received: Value) -> Value:
+    """What a block without layers and norm makes of its input, which else were its output's node of the graph.
+
+    Sources: `TransformerBlock.forward`; `schedules.forward_step`, whose list keeps the input, as layers do elsewhere.
+    """
+    with tape.module("decoder", kind="pipeline"):
+        copy = tape.value("hidden_states", received.shape)
+        tape.op("clone", [received], [copy], saves=[received], aliases=True)
+    return copy
 
 
 def record_back(workload: Workload, sizes: Sizes) -> Tape:
     """What a rank runs after its layers: final norm, head, loss; in the `lora` runtime the outputs."""
+    return _back(workload, sizes, alone=False)
+
+
+def record_back_alone(workload: Workload, sizes: Sizes) -> Tape:
+    """What a rank runs that has no layers but those of multi-token prediction: its input is normed already."""
+    return _back(workload, sizes, alone=True)
+
+
+def _back(workload: Workload, sizes: Sizes, *, alone: bool) -> Tape:
     tape = _tape(workload)
     tape.entry = tape.value("residual", (sizes.shard, sizes.hidden))
     predicted = workload.model.prediction_layers
@@ -168,7 +211,8 @@ def record_back(workload: Workload, sizes: Sizes) -> Tape:
         if workload.training.runtime == "lora":
             tape.exit = pass_outputs(tape, workload, sizes, tape.entry)
         else:
-            back(tape, workload, sizes, tape.entry, lambda hidden: _predicted(tape, workload, sizes, hidden))
+            decoded = _copied(tape, tape.entry) if alone else final_norm(tape, workload, sizes, tape.entry)
+            back(tape, workload, sizes, decoded, lambda hidden: _predicted(tape, workload, sizes, hidden))
     return tape
 
 

@@ -44,16 +44,21 @@ def _later_gradient(workload: Workload) -> bool:
     return bool(workload.model.mtp_num_layers) or (shared_weight(workload) and not fused)
 
 
-def back(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, layer: Callable[[Value], Value]) -> None:
-    """Final norm, vocabulary-parallel logits and losses (`GPTModel._postprocess`, `forward_step`).
+def final_norm(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    """The norm behind the last layer of the decoder."""
+    model = workload.model
+    with tape.module("decoder"), tape.module("final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"):
+        norm_parameters(tape, model, sizes.hidden, replicated=sizes.sp > 1)
+        return norm(tape, model, hidden, sizes.shard, sizes.hidden)
+
+
+def back(tape: Tape, workload: Workload, sizes: Sizes, decoded: Value, layer: Callable[[Value], Value]) -> None:
+    """Vocabulary-parallel logits and losses (`GPTModel._postprocess`, `forward_step`).
 
     `layer` records a transformer layer, for multi-token prediction.
     """
-    model = workload.model
+    model, normed = workload.model, decoded
     labels, loss_mask = (batch_tensor(tape, sizes, name) for name in ("labels", "loss_mask"))
-    with tape.module("decoder"), tape.module("final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"):
-        norm_parameters(tape, model, sizes.hidden, replicated=sizes.sp > 1)
-        decoded = normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
     words = word_weight(tape, workload, sizes)
     predicted: list[Value] = []
     if embeds_twice(workload):

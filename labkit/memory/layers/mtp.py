@@ -22,7 +22,9 @@ def predictions(
     tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, words: Value, layer: Layer
 ) -> tuple[Value, list[Value]]:
     """Hidden states of the decoder and of each depth: parts of one tensor (`MultiTokenPredictionBlock.forward`)."""
-    states = [hidden]
+    first = tape.view(hidden, "hidden_states_list", hidden.shape)  # the one part, whose gradient `cat` copies
+    tape.op("chunk", [hidden], [first])
+    states = [first]
     for depth in range(workload.model.mtp_num_layers or 0):
         with tape.module(f"mtp.layers.{depth}", kind="head"):
             _parameters(tape, workload, sizes)

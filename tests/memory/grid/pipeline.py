@@ -72,6 +72,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     "layout, ends alone": FOUR | {"parallelism.pipeline_model_parallel_layout": "E|t*3|t*5,|L"},
     "layout, interleaved, full uniform 1": INTERLEAVED
     | {"parallelism.pipeline_model_parallel_layout": "Et|(tt|)*2t*3L", "full": ("uniform", 1)},
+    "layout, a stage without layers": FOUR | {"parallelism.pipeline_model_parallel_layout": "Et*3||t*5|L"},
+    "layout, chunks without layers": FOUR
+    | INTERLEAVED
+    | {"parallelism.pipeline_model_parallel_layout": "Ett|tt||t||tt|t|L"},
+    "layout, chunks without layers, tensor and expert ranks, full uniform 1": TENSOR
+    | INTERLEAVED
+    | {"parallelism.pipeline_model_parallel_layout": "Et*4||t*4|L", "full": ("uniform", 1)},
+    "layout, predictions alone": FOUR
+    | {"parallelism.pipeline_model_parallel_layout": "Ett|t*4|tt|mL", "model.mtp_num_layers": 1},
+    "layout, interleaved, two predictions alone": INTERLEAVED
+    | {"parallelism.pipeline_model_parallel_layout": "Ett|tt|t*4|mmL", "model.mtp_num_layers": 2},
+    "layout, predictions alone, full uniform 1": TENSOR
+    | {
+        "parallelism.pipeline_model_parallel_layout": "Et*8|mL",
+        "model.mtp_num_layers": 1,
+        "full": ("uniform", 1),
+    },
     "interleaved": INTERLEAVED,
     "interleaved, dense": INTERLEAVED | DENSE,
     "interleaved, four stages": INTERLEAVED | FOUR,
