@@ -135,6 +135,8 @@ class _Player:
         self._once: set[str] = set()
         """Keys of what this script allocates once a process."""
         self._label: str | None = None
+        self._stream = 0
+        """Of the operation that runs."""
         self._replayed_from = -1
         """First operation of the region being replayed; -1 outside replays."""
 
@@ -232,6 +234,7 @@ class _Player:
 
     def _forward_op(self, index: int, keep: bool) -> None:
         op = self._tape.ops[index]
+        self._stream = op.stream
         self._libraries(op, backward=self._replayed_from >= 0)  # a replay runs in autograd's thread
         if op.caches:
             self._cache(op)
@@ -427,6 +430,7 @@ class _Player:
 
     def _backward_op(self, index: int) -> None:
         op = self._tape.ops[index]
+        self._stream = op.stream
         saved = self._saved.pop(index, [])
         flowing = [self._gradients.pop(value) for value in op.outputs if value in self._gradients]
         gradients: list[tuple[Value, _Storage]] = []
@@ -552,7 +556,8 @@ class _Player:
             self._once.add(within)
             self._steps.append((ONCE, len(self.script.slots), key))
             constant = value if value.number < 0 else None
-            self.script.slots.append(Slot(value.number, name, None, constant=constant, made_of=made_of))
+            slot = Slot(value.number, name, None, constant=constant, made_of=made_of, stream=self._stream)
+            self.script.slots.append(slot)
 
     def _new(self, value: Value, name: str) -> _Storage:
         return _Storage(self._open(value, name))
@@ -563,7 +568,7 @@ class _Player:
         return slot
 
     def _slot(self, value: Value, name: str) -> int:
-        self.script.slots.append(Slot(value.number, name, self._label))
+        self.script.slots.append(Slot(value.number, name, self._label, stream=self._stream))
         return len(self.script.slots) - 1
 
     def _retain(self, storage: _Storage) -> _Storage:

@@ -65,6 +65,8 @@ class Slot(NamedTuple):
     """What it is where no tape has it: a library's workspace."""
     made_of: tuple[int, ...] = ()
     """For what is made once or cached: slots that are alive only while it is made."""
+    stream: int = 0
+    """Whose block it takes."""
 
     def on(self, tape: Tape) -> Value:
         """The tensor, as a tape has it."""

@@ -5,7 +5,8 @@ tape knows nothing of recompute or of time: `labkit.memory.recompute` chooses re
 `labkit.memory.player` plays it forward and backward to find what is alive when.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -80,6 +81,10 @@ class Buffer(NamedTuple):
         return rounded(prod(self.shape) * DTYPE_BYTES[self.dtype])
 
 
+SIDE_STREAM = 2
+"""The stream of what runs beside the main one, whose blocks are its own (1 is that of gradient buffers)."""
+
+
 class Free(NamedTuple):
     """In a list of temporaries: from here on the one of this name is free."""
 
@@ -135,6 +140,8 @@ class Op:
     """Tensors that the caller of the model keeps until backward is done."""
     keeps_gradient: bool
     """The caller keeps the gradient it hands to the backward pass until that returns."""
+    stream: int
+    """Whose blocks it takes, forward and backward."""
 
     @property
     def reduces_gradient(self) -> bool:
@@ -213,6 +220,8 @@ class Tape:
     """
     module_path: str = ""
     """Dotted path of the current Megatron module."""
+    stream: int = 0
+    """The current stream."""
     _layer: int | None = None
     _kind: str = ""
     _form: list[tuple[object, ...]] = field(default_factory=list)
@@ -229,6 +238,13 @@ class Tape:
         self._kind = kind or self._kind
         self._layer = self._layer if layer is None else layer
         return within
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Everything recorded inside runs on the side stream."""
+        self.stream = SIDE_STREAM
+        yield
+        self.stream = 0
 
     def leave(self, path: str, module_path: str, kind: str, layer: int | None) -> None:
         """Go back to a context."""
@@ -348,6 +364,7 @@ class Tape:
             None if once is None else self._once(once),
             tuple(keeps),
             keeps_gradient,
+            self.stream,
         )
         self.ops.append(op)
         self._form.append(
@@ -363,6 +380,7 @@ class Tape:
                 caches,
                 once is None,
                 keeps_gradient,
+                self.stream,
                 None if weight is None else self._weight_shapes.setdefault(weight, index),
                 None if gradient_in is None else gradient_in.number,
                 _steps(op.temporaries),

@@ -280,6 +280,7 @@ class Writer:
             lifetime="workspace" if library else "transient",
             certainty=value.certainty,
             recompute=slot.recompute,
+            stream=slot.stream,
             goes_on=goes_on,
         )
 

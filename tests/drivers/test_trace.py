@@ -9,6 +9,7 @@ from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.drivers.trace.versions import trace_versions
 from labkit.ledger import Row, rounded
+from labkit.memory.estimate import estimate
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 from labkit.workload.gpu import MIB
@@ -51,6 +52,14 @@ def test_tensors_are_those_of_an_independent_trace(moonlight: dict[tuple[str, ..
     for labels, expected in TENSORS_GB.items():
         peak = max(phase.peak_tensor_bytes for phase in moonlight[labels].summary.phases) / 1e9
         assert peak - workspaces == pytest.approx(expected, abs=0.002), labels
+
+
+@pytest.mark.slow
+def test_segments_are_those_of_the_estimate(moonlight: dict[tuple[str, ...], Trace]) -> None:
+    """Shared experts beside the dispatch have blocks of a stream of their own, in both."""
+    for labels in ((), ("moe_act",)):
+        traced = moonlight[labels].peak_reserved_bytes
+        assert estimate(moonlight[labels].workload).peak_reserved_bytes == pytest.approx(traced, rel=3e-3)
 
 
 @pytest.mark.slow

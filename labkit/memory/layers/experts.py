@@ -125,7 +125,8 @@ class OverlappedSharedExperts:
     """Shared experts in pieces that a dispatcher runs beside its communication (`moe_shared_expert_overlap`).
 
     Sequence numbers order the backward (`set_tensor_grad_fn_sequence_sr`): gathers and reductions start as soon as they
-    can; multiplications run behind the backward of `beside`, the operation of the dispatcher they ran beside.
+    can; multiplications run behind the backward of `beside`, the operation of the dispatcher they ran beside. All of it
+    runs on a stream of its own, whose blocks the allocator keeps apart.
     """
 
     def __init__(self, tape: Tape, workload: Workload, sizes: Sizes, width: int, *, gated: bool) -> None:
@@ -146,13 +147,14 @@ class OverlappedSharedExperts:
         tape, sizes = self._tape, self._sizes
         self._fc1_input = normed
         if self._gated:
-            with tape.module("shared_experts"):
+            with tape.module("shared_experts"), tape.beside():
                 self._score = _gate_score(tape, sizes, normed, "aten_matmul_on_side_stream")
         if sizes.sp > 1:
             gathered = tape.value("shared_expert_input", (sizes.tokens, sizes.hidden))
             tape.backward_at[len(tape.ops)] = len(tape.ops) + 1.4 if beside is None else beside - 0.6
             received = sizes.from_tensor_ranks(gathered.bytes)
-            tape.op("gather_from_sequence_parallel", [normed], [gathered], communicated_bytes=received)
+            with tape.beside():
+                tape.op("gather_from_sequence_parallel", [normed], [gathered], communicated_bytes=received)
             self._fc1_input = gathered
 
     def fc1(self, beside: int | None) -> None:
@@ -161,7 +163,7 @@ class OverlappedSharedExperts:
         if self._fc1_input is None:
             raise ValueError("gather_input comes first")
         first = len(tape.ops)
-        with tape.module("shared_experts"):
+        with tape.module("shared_experts"), tape.beside():
             with tape.module("linear_fc1"):
                 width = input_width(self._workload.model, self._width)
                 x = column_parallel(tape, sizes, self._fc1_input, sizes.hidden, width, gathered=True)
@@ -182,7 +184,7 @@ class OverlappedSharedExperts:
         tape, sizes, width = self._tape, self._sizes, self._width
         if self._fc2_input is None:
             raise ValueError("fc1 comes first")
-        with tape.module("shared_experts"):
+        with tape.module("shared_experts"), tape.beside():
             output = tape.value("output", (sizes.tokens, sizes.hidden))
             if beside is not None:
                 tape.backward_at[len(tape.ops)] = beside - 0.5
@@ -208,5 +210,5 @@ class OverlappedSharedExperts:
         """`get_output`: what `fc2` returned, behind the gate."""
         if self._score is None:
             return reduced
-        with self._tape.module("shared_experts"):
+        with self._tape.module("shared_experts"), self._tape.beside():
             return _scale(self._tape, reduced, self._score)
