@@ -430,6 +430,32 @@ def doctor(json: JsonOption = False) -> None:
     _show(checkup(), json)
 
 
+@app.command()
+def notebook(
+    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK.py", show_default=False)],
+    *,
+    parameters: Annotated[
+        Path,
+        typer.Option(
+            "--parameters", "-f", metavar="FILE.yaml", parser=_path, help="A mapping of parameters, or a list of them."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", parser=_path, help="Folder of the executed notebooks.")
+    ],
+    workers: Annotated[int, typer.Option("--workers", min=1, max=1000, help="Runs at once.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Also run again what is done.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run a notebook headless, once for each of its parameters. Stop it as you like: what is done is kept."""
+    from labkit.report.headless import load_parameters, run_all
+
+    runs = run_all(source, load_parameters(parameters), output, workers=workers, force=force, say=_warn)
+    _show(runs, json)
+    if not runs.done:
+        raise typer.Exit(1)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(labkit.__version__)

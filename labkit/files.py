@@ -1,4 +1,8 @@
-"""Reading and writing whole files: what is read is a regular file of bounded size, what is written is there whole."""
+"""Reading and writing whole files: what is read is a regular file of bounded size, what is written is there whole.
+
+And claims: a file that its holder keeps locked (`flock`) while it makes something. The claim of a killed process lapses
+with the process.
+"""
 
 import fcntl
 import os
@@ -10,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 _YOUNG_SECONDS = 60.0
 """A temporary folder younger than this may not be locked yet."""
@@ -53,6 +58,93 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether this process and thread alone has the claim while the block runs; its folder is made, and it goes after.
+
+    Raises:
+        OSError: the folder cannot be written, or its file system has no locks.
+    """
+    file = _open_claimed(path)
+    if file is None:
+        yield False
+        return
+    with file:
+        try:
+            yield True
+        finally:
+            if _is_same_file(file, path):
+                path.unlink(missing_ok=True)
+
+
+def claimed_new(path: Path) -> IO[bytes]:
+    """A new file to write to, locked so that nobody takes it for abandoned.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    while True:
+        file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if _lock(file, fcntl.LOCK_EX) and _is_same_file(file, path):
+            return file
+        file.close()  # somebody came between our open and our lock, and has removed it
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether some process holds a claim now."""
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except OSError:
+        return False
+
+
+def remove_unclaimed(path: Path) -> None:
+    """Remove a file that a killed process has left behind; one that somebody holds stays."""
+    # Opened for writing: NFS grants an exclusive lock on no other file.
+    with suppress(OSError), _opened(path, os.O_RDWR) as file:
+        if _lock(file, fcntl.LOCK_EX) and _is_same_file(file, path):
+            path.unlink()
+
+
+def _open_claimed(path: Path) -> IO[bytes] | None:
+    """`path` opened and locked; None if someone else holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = _opened(path, os.O_RDWR | os.O_CREAT)
+        if not _lock(file, fcntl.LOCK_EX):
+            file.close()
+            return None
+        if _is_same_file(file, path):
+            return file
+        file.close()  # its holder finished between our open and our lock: this is no longer the claim
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
+    """A claim's own file: no pipe is waited for, and no link followed to what somebody else owns."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return os.fdopen(descriptor, "r+b" if flags & os.O_EXCL else "rb")
+
+
+def _lock(file: IO[bytes], kind: int) -> bool:
+    """Whether the lock could be had; where none can, the file is closed."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        file.close()
+        raise
+    return True
+
+
+def _is_same_file(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def write_report(study: Path, output: Path) -> Path:
     parameters = RecomputeStudy.checked(study=str(study), run=False)
     check_output(output)
     executed, failed = output.with_suffix(".executed.ipynb"), output.with_suffix(".failed.ipynb")
-    run = execute(notebook_source("recompute_study"), parameters, failed)
+    run = execute(notebook_source("recompute_study"), parameters.model_dump(), failed)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"
     facts = (*run.heading.facts, Fact(name="Report made", value=made))
     heading = run.heading.model_copy(update={"facts": facts})

@@ -9,6 +9,8 @@ import hashlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from labkit.errors import WorkError
 from labkit.files import temporary_folder, write_atomically
 from labkit.report.heading import RESULT_VARIABLE, Heading
 from labkit.report.kernel import kernel_environment
-from labkit.workload.base import Part
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
@@ -39,13 +40,17 @@ class Executed:
     heading: Heading
 
 
-def execute(source: Path, parameters: Part, failed: Path) -> Executed:
+def execute(
+    source: Path, parameters: Mapping[str, Any], failed: Path, show: Callable[[str], None] | None = None
+) -> Executed:
     """Run a notebook in the working directory of the caller.
 
     Args:
         source: a jupytext percent script.
         parameters: values for its parameters cell; already checked.
         failed: where the half-executed notebook is kept if the run fails.
+        show: told which cell the run is at, five times a second, and may end it by raising; by default a terminal shows
+            it.
 
     Raises:
         WorkError: a cell failed, the kernel died, or the last cell was not reached; names the cell and the reason.
@@ -53,11 +58,12 @@ def execute(source: Path, parameters: Part, failed: Path) -> Executed:
     with temporary_folder("labkit-notebook-") as run:
         given, executed, values, result = (run / name for name in ("in.ipynb", "out.ipynb", "in.yaml", "result.json"))
         nbformat.write(convert(source), given)
-        values.write_text(yaml.safe_dump(parameters.model_dump()), encoding="utf-8")
+        values.write_text(yaml.safe_dump(dict(parameters)), encoding="utf-8")
         environment = {**kernel_environment(run), RESULT_VARIABLE: str(result)}
         command = [sys.executable, "-m", "labkit.report.worker", str(given), str(executed), str(values)]
         with (run / "log").open("w+", encoding="utf-8") as log:
-            code = _run(command, environment, log, executed, source.name)
+            with nullcontext(show) if show is not None else _status(source.name) as told:
+                code = _run(command, environment, log, executed, told)
             log.seek(0)
             complaint = _last_line(log.read())
         notebook = _read(executed)
@@ -85,22 +91,27 @@ def convert(source: Path) -> NotebookNode:
     return notebook
 
 
-def _run(command: list[str], environment: dict[str, str], log: Any, executed: Path, name: str) -> int:
+@contextmanager
+def _status(name: str) -> Iterator[Callable[[str], None]]:
+    with Terminal(stderr=True).status(f"{name}: starting") as line:
+        yield lambda place: line.update(f"{name}: {place}")
+
+
+def _run(command: list[str], environment: dict[str, str], log: Any, executed: Path, show: Callable[[str], None]) -> int:
     """Run the worker and show which cell it is at; whatever ends this ends the worker."""
-    console = Terminal(stderr=True)
     # A session of its own: Ctrl-C reaches this process alone, which then stops the worker in order.
     worker = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
     )
     try:
-        with console.status(f"{name}: starting") as line:
-            seen = 0.0
-            while worker.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                if executed.exists() and (changed := executed.stat().st_mtime) != seen:
-                    seen = changed
-                    if (notebook := _read(executed)) is not None:
-                        line.update(f"{name}: {_place(notebook, _last_started(notebook))}")
+        seen, place = 0.0, "starting"
+        while worker.poll() is None:
+            time.sleep(_POLL_SECONDS)
+            if executed.exists() and (changed := executed.stat().st_mtime) != seen:
+                seen = changed
+                if (notebook := _read(executed)) is not None:
+                    place = _place(notebook, _last_started(notebook))
+            show(place)
         return worker.returncode
     finally:
         try:

@@ -42,3 +42,7 @@ class RecomputeStudy(Part):
         stated = Path(self.study).expanduser()
         shipped = data_directory().parent / stated
         return shipped if not stated.exists() and shipped.is_file() else stated
+
+
+MODELS = {"recompute_study": RecomputeStudy}
+"""By the name of the notebook."""

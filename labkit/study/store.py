@@ -16,7 +16,6 @@ copying files.
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import os
@@ -26,14 +25,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from labkit.drivers.contract import CellKey, Measurement
 from labkit.errors import LabkitError, WorkError
-from labkit.files import read_regular
+from labkit.files import claimed, claimed_new, is_claimed, read_regular, remove_unclaimed
 from labkit.ledger import Ledger, Moment
 from labkit.workload.base import Many, Part
 from labkit.workload.workload import content_hash
@@ -153,18 +152,11 @@ class Store:
     def sweep(self) -> None:
         """Remove what killed processes left behind, of whatever cell."""
         for path in (*self.directory.glob("*.part"), *self.directory.glob("*.tmp")):
-            # Opened for writing: NFS grants an exclusive lock on no other file.
-            with contextlib.suppress(OSError), _opened(path, os.O_RDWR) as left:
-                if _lock(left, fcntl.LOCK_EX) and _is_same_file(left, path):
-                    path.unlink()
+            remove_unclaimed(path)
 
     def is_claimed(self, key: CellKey) -> bool:
         """Some process is making this cell now."""
-        try:
-            with _opened(self.path(key).with_suffix(".part"), os.O_RDONLY) as part:
-                return not _lock(part, fcntl.LOCK_SH)
-        except OSError:
-            return False
+        return is_claimed(self.path(key).with_suffix(".part"))
 
     @contextlib.contextmanager
     def claim(self, key: CellKey) -> Iterator["Claim | None"]:
@@ -173,20 +165,13 @@ class Store:
         Raises:
             WorkError: the store cannot be written.
         """
-        path = self.path(key).with_suffix(".part")
-        try:
-            part = _open_locked(path)
-        except OSError as error:
-            raise _unwritable(path, error) from None
-        if part is None:
-            yield None
-            return
-        with part:
+        path = self.path(key)
+        with contextlib.ExitStack() as stack:
             try:
-                yield Claim(self.path(key), key)
-            finally:
-                if _is_same_file(part, path):
-                    path.unlink(missing_ok=True)
+                mine = stack.enter_context(claimed(path.with_suffix(".part")))
+            except OSError as error:
+                raise _unwritable(path, error) from None
+            yield Claim(path, key) if mine else None
 
 
 class Claim:
@@ -207,7 +192,7 @@ class Claim:
         # A name of its own, so that where locks fail to exclude another writer, neither's file is a mixture.
         temporary = self._path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
-            with _new_locked(temporary) as file:
+            with claimed_new(temporary) as file:
                 try:
                     file.write(content)
                     file.flush()
@@ -219,53 +204,6 @@ class Claim:
         except OSError as error:
             raise _unwritable(self._path, error) from None
         return self._path
-
-
-def _open_locked(path: Path) -> IO[bytes] | None:
-    """`path` opened and locked; None if someone else holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        part = _opened(path, os.O_RDWR | os.O_CREAT)
-        if not _lock(part, fcntl.LOCK_EX):
-            part.close()
-            return None
-        if _is_same_file(part, path):
-            return part
-        part.close()  # its holder finished between our open and our lock: this is no longer the claim
-
-
-def _new_locked(path: Path) -> IO[bytes]:
-    """A new file, locked so that nobody's `sweep` takes it for abandoned."""
-    while True:
-        file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        if _lock(file, fcntl.LOCK_EX) and _is_same_file(file, path):
-            return file
-        file.close()  # a sweep came between our open and our lock, and has removed it
-
-
-def _opened(path: Path, flags: int) -> IO[bytes]:
-    """A claim's own file: no pipe is waited for, and no link followed to what somebody else owns."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    return os.fdopen(descriptor, "r+b" if flags & os.O_EXCL else "rb")
-
-
-def _lock(file: IO[bytes], kind: int) -> bool:
-    """Whether the lock could be had; where none can, the file is closed."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        file.close()
-        raise
-    return True
-
-
-def _is_same_file(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _sync_directory(directory: Path) -> None:

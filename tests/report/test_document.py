@@ -75,8 +75,8 @@ def test_whoever_ends_a_run_ends_its_kernel(tmp_path: Path, ending: signal.Signa
         f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     code = (
-        "from pathlib import Path\nfrom labkit.report.execute import execute\nfrom labkit.workload.base import Part\n"
-        f"execute(Path({str(tmp_path / 'sleeper.py')!r}), Part(), Path({str(tmp_path / 'failed.ipynb')!r}))"
+        "from pathlib import Path\nfrom labkit.report.execute import execute\n"
+        f"execute(Path({str(tmp_path / 'sleeper.py')!r}), {{}}, Path({str(tmp_path / 'failed.ipynb')!r}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     runner = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)

@@ -34,14 +34,14 @@ def fails(folder: Path, work: str) -> tuple[str, nbformat.NotebookNode]:
     """The sentence of the failure, and the notebook kept of it."""
     kept = folder / "kept" / "x.failed.ipynb"
     with pytest.raises(WorkError) as raised:
-        execute(notebook(folder, work), Parameters(), kept)
+        execute(notebook(folder, work), Parameters().model_dump(), kept)
     return str(raised.value), nbformat.read(kept, as_version=4)
 
 
 def test_a_notebook_runs_to_its_end_with_its_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = notebook(tmp_path, "import os, sys\nprint(os.getcwd(), sys.executable)\n\n# %%\n" + FINISH)
-    run = execute(source, Parameters(), tmp_path / "failed.ipynb")
+    run = execute(source, Parameters().model_dump(), tmp_path / "failed.ipynb")
     assert run.heading == Heading(title="it's <b>& 3", facts=(Fact(name="a", value="b"),))
     (shown,) = [output for cell in run.notebook.cells for output in cell.get("outputs", ())]
     assert shown.text == f"{tmp_path} {sys.executable}\n"
