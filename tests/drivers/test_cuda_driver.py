@@ -4,10 +4,14 @@ import io
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +111,36 @@ def test_each_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch, does: str, outc
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("victim", ["tests.drivers.cpu_rank", "labkit.drivers.cuda.launch"], ids=["rank", "torchrun"])
+def test_whatever_is_killed_at_whatever_moment_is_an_outcome(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    monkeypatch.setenv("LABKIT_TEST_RUN", victim)
+    moments = random.Random(victim)  # noqa: S311 (moments, no secrets)
+    outcomes: Counter[str] = Counter()
+    typical = 15.0
+    for _ in range(25):
+        delay = moments.uniform(0, typical)
+        killer = threading.Timer(delay, _kill_one, (victim, moments))
+        killer.start()
+        began = time.monotonic()
+        measurement = driver().run(CELL).measurement
+        killer.join()
+        outcomes[measurement.outcome] += 1
+        assert _gone(victim)
+        if measurement.outcome == "ok":  # it was over, or there was nothing yet to kill
+            typical = time.monotonic() - began
+            continue
+        assert measurement.failure is not None
+        expected = "rank_died" if victim == "tests.drivers.cpu_rank" else "killed"
+        assert measurement.outcome == expected, measurement.failure
+    assert outcomes["ok"] < 20, outcomes
+
+
+def _kill_one(victim: str, moments: random.Random) -> None:
+    with suppress(IndexError, ProcessLookupError):
+        os.kill(moments.choice(_processes(victim, victim)), signal.SIGKILL)
+
+
+@pytest.mark.faults
 def test_ranks_of_several_nodes_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text(_SRUN)
@@ -159,18 +193,19 @@ driver().run(CELL)
 
 def _ranks(run: str) -> list[int]:
     """The numbers of rank processes of a run."""
+    return _processes("tests.drivers.cpu_rank", run)
+
+
+def _processes(module: str, run: str) -> list[int]:
+    """The numbers of the processes of a run that run a module."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
         except OSError:
             continue
-        if (
-            b"tests.drivers.cpu_rank" in words
-            and f"LABKIT_TEST_RUN={run}".encode() in variables
-            and b"--redirects" not in words
-        ):
-            found.append(int(path.name))
+        if words[2:4] == [b"-m", module.encode()]:
+            found += [int(path.name)] if f"LABKIT_TEST_RUN={run}".encode() in variables else []
     return found
 
 
