@@ -231,8 +231,10 @@ class _Run:
         """Slots freed of micro-batches that were over."""
         self._script = script
         self._held: dict[str, list[Tensor]] = {}
+        self._holders: Counter[Tensor] = Counter()
+        """Of each tensor, how many times attributes hold it."""
         for key, tensor in before.held:
-            self._held.setdefault(key, []).append(tensor)
+            self._hold(key, tensor)
         self._done = set(before.done)
         self._over = before.over
 
@@ -255,9 +257,11 @@ class _Run:
             elif code == CLOSE and slot not in self._script.freed_by_others:
                 self._close(slot)
             elif code == HOLD and key not in CALLERS:
-                self._held.setdefault(key, []).append((0, slot))
+                self._hold(key, (0, slot))
             elif code == LET_GO:
-                for tensor in self._held.pop(key, ()):
+                let_go = self._held.pop(key, [])
+                self._holders -= Counter(let_go)
+                for tensor in let_go:
                     self._let_go(tensor)
             elif code == CACHE and cache is not None:
                 self._make(slot)
@@ -286,17 +290,18 @@ class _Run:
         over = self._over & {microbatch for microbatch, _ in tensors}
         return Attributes(held, frozenset(self._done & tensors), over)
 
-    def _is_held(self, tensor: Tensor) -> bool:
-        return any(tensor in each for each in self._held.values())
+    def _hold(self, key: str, tensor: Tensor) -> None:
+        self._held.setdefault(key, []).append(tensor)
+        self._holders[tensor] += 1
 
     def _close(self, slot: int) -> None:
-        if self._is_held((0, slot)):
+        if (0, slot) in self._holders:
             self._done.add((0, slot))
         else:
             self.steps.append(~slot)
 
     def _let_go(self, tensor: Tensor) -> None:
-        if tensor in self._done and not self._is_held(tensor):
+        if tensor in self._done and tensor not in self._holders:
             self._done.remove(tensor)
             self.steps.append(~tensor[1])
             if tensor[0] in self._over:
