@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from labkit.drivers.cuda.leash import leave_with_the_launcher
 from tests.drivers.real_cpu import CudaAsCpu, Storages, prepare_megatron, replace_cuda
 
 if TYPE_CHECKING:
@@ -135,13 +136,13 @@ def _spoil() -> None:
 
 def main(folder: Path) -> None:
     """As `labkit.drivers.cuda.rank` does it."""
+    leave_with_the_launcher()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     replace_cuda()
     prepare_megatron()
     from labkit.drivers.cuda import rank
 
-    rank.leave_with_the_launcher()
     counted = Counted()
     with CudaAsCpu(), counted:
         rank.main(folder, lambda: device(counted))

@@ -211,7 +211,7 @@ def _processes(module: str, run: str) -> list[int]:
 
 def _gone(run: str) -> bool:
     """Whether all processes of a run end, soon."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _ranks(run) and time.monotonic() < deadline:
         time.sleep(0.2)
     return not _ranks(run)

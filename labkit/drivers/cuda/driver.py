@@ -76,7 +76,7 @@ class CudaDriver:
         plan: Plan | None = None,
         *,
         gpus: int | None = None,
-        module: str = "labkit.drivers.cuda.rank",
+        module: str = "labkit.drivers.cuda",
     ) -> None:
         """`gpus` are the machine's, unless said; `module` is what each rank runs."""
         self._plan = plan or Plan()

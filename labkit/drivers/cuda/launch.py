@@ -16,10 +16,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, run
 
+from labkit.drivers.cuda.leash import LAUNCHER
 from labkit.drivers.cuda.report import Exits
-
-LAUNCHER = "LABKIT_LAUNCHER"
-"""The variable that has the number of torchrun's process, for its ranks."""
 
 
 def main(folder: Path, module: str, per_node: int, nodes: int, endpoint: str) -> int:

@@ -1,18 +1,15 @@
-"""What each rank runs: `python -m labkit.drivers.cuda.rank FOLDER` under torchrun.
+"""What each rank runs (`labkit.drivers.cuda.__main__`).
 
 Builds and steps the workload with the code a trace runs (`labkit.drivers.cell`) and reads the allocator where a phase
 begins. Its report is there whole or not at all; a rank that writes none has died without a word.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import math
 import os
 import re
-import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,13 +23,10 @@ from labkit.drivers.cell import Cell
 from labkit.drivers.contract import Failure, NotFiniteError, PhasePeak
 from labkit.drivers.cuda.device import Device
 from labkit.drivers.cuda.faults import WorldSizeError, outcome_of, sentence_of
-from labkit.drivers.cuda.launch import LAUNCHER
 from labkit.drivers.cuda.report import Fault, Report, Request, progress_path
 from labkit.drivers.step import TrainingStep
 from labkit.drivers.watch import Watch
 from labkit.workload import Workload
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Run:
@@ -189,19 +183,7 @@ def _variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if telling.fullmatch(name)}
 
 
-def leave_with_the_launcher() -> None:
-    """Die with torchrun, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[LAUNCHER]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(folder: Path, device: Callable[[], Device]) -> None:
     """Measure and leave, at once: what Megatron and NCCL take down can hang where ranks have failed."""
     passed = Run(folder, device()).measure()
     os._exit(0 if passed else 1)
-
-
-if __name__ == "__main__":
-    leave_with_the_launcher()
-    main(Path(sys.argv[1]), Device)
