@@ -54,6 +54,21 @@ class PhasePeak(Part):
     """`torch.cuda.max_memory_reserved`; None where the source does not say."""
 
 
+class Failure(Part):
+    """Why a measurement did not pass."""
+
+    phase: str
+    message: str
+    rank: NonNegativeInt | None = None
+    """The rank it began with; None where that is not known."""
+    requested_bytes: NonNegativeInt | None = None
+    """What that rank's allocator was asked for and could not get, as are the next three of a rank out of memory."""
+    allocated_bytes: NonNegativeInt | None = None
+    reserved_bytes: NonNegativeInt | None = None
+    free_bytes: NonNegativeInt | None = None
+    """Of the whole GPU, other processes' use taken off."""
+
+
 class RankRecord(Part):
     """What one rank held."""
 
@@ -70,6 +85,9 @@ class RankRecord(Part):
     """Tensor bytes the steady forward leaves for its backward."""
     work: Many[WorkRow] = ()
     """What the steady step does; empty where only memory was measured."""
+    out_of_memory: Failure | None = None
+    """Where the GPU that a trace simulates first could not give what was asked for, even after cached blocks went back
+    to it. The trace goes on as if it had: peaks are those of a GPU with room."""
 
     @property
     def peak(self) -> PhasePeak:
@@ -109,21 +127,6 @@ class Unfinished(WorkError):
 
 class NotFiniteError(WorkError):
     """A loss or a gradient is no number."""
-
-
-class Failure(Part):
-    """Why a measurement did not pass."""
-
-    phase: str
-    message: str
-    rank: NonNegativeInt | None = None
-    """The rank it began with; None where that is not known."""
-    requested_bytes: NonNegativeInt | None = None
-    """What that rank's allocator was asked for and could not get, as are the next three of a rank out of memory."""
-    allocated_bytes: NonNegativeInt | None = None
-    reserved_bytes: NonNegativeInt | None = None
-    free_bytes: NonNegativeInt | None = None
-    """Of the whole GPU, other processes' use taken off."""
 
 
 class Measurement(Part):
@@ -189,6 +192,12 @@ class Measurement(Part):
         if self.outcome != "ok":
             return None
         return max(self.ranks, key=lambda rank: rank.peak.peak_allocated_bytes)
+
+    @property
+    def out_of_memory(self) -> Failure | None:
+        """Where a traced rank would run out of memory, the fullest one's; None where there is room for all."""
+        ranks = sorted(self.ranks, key=lambda rank: -rank.peak.peak_allocated_bytes)
+        return next((rank.out_of_memory for rank in ranks if rank.out_of_memory is not None), None)
 
     @property
     def peak_allocated_bytes(self) -> int | None:

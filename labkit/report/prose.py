@@ -47,12 +47,13 @@ def left_open(sentences: tuple[str, ...]) -> Prose:
 
 
 def failures(cells: pl.DataFrame) -> Prose:
-    """Which cells have no result for a reason, and the reason.
+    """Which cells have no result for a reason, or one that no GPU of the study would give, and the reason.
 
     Args:
         cells: a study's `cells` frame: candidate, source, outcome, failure.
     """
     words = {
+        "ok": "would not fit",
         "oom": "ran out of memory",
         "failed": "failed",
         "timed_out": "took too long",

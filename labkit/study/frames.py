@@ -175,7 +175,10 @@ def _worked(works: Sequence[Sequence[WorkRow]]) -> dict[str, Any]:
 
 def _traced(run: "CellResult") -> dict[str, Any]:
     if run.traced is not None:
-        return {"outcome": "ok", "repetitions": 1, **_held(run.traced), **_worked(run.traced.works)}
+        short = None if run.measurement is None else run.measurement.out_of_memory
+        failure = None if short is None else short.message
+        found = {"outcome": "ok", "failure": failure, "repetitions": 1}
+        return {**found, **_held(run.traced), **_worked(run.traced.works)}
     return _unfinished([run])
 
 

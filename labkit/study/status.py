@@ -146,7 +146,8 @@ class _Examiner:
             return "damaged", str(damage)
         failure = None if header is None else header.measurement.failure
         if header is not None and failure is None:
-            return "done", ""
+            short = header.measurement.out_of_memory
+            return "done", "" if short is None else short.message
         if self._store.is_claimed(cell.key):
             return "running", ""
         if failure is not None:

@@ -275,3 +275,22 @@ def test_the_installed_version_behaves_as_its_profile_says(server: TraceServer) 
     for product, copy in zip(products, copies, strict=True):
         assert product.dies is not None
         assert product.born < copy.born < product.dies
+
+
+def test_a_trace_says_where_its_gpu_would_run_out_of_memory_and_goes_on(server: TraceServer) -> None:
+    tight = small(training__allocator={"per_process_memory_fraction": 0.0025})
+    trace, roomy = server.run(tight), server.run(small())
+    assert trace.peak_allocated_bytes == roomy.peak_allocated_bytes
+    assert roomy.measurement.out_of_memory is None
+    short = trace.measurement.out_of_memory
+    assert short is not None
+    may_have = 0.0025 * trace.summary.gpu_memory_bytes
+    assert short.requested_bytes is not None
+    assert short.allocated_bytes is not None
+    assert short.reserved_bytes is not None
+    assert short.allocated_bytes <= short.reserved_bytes <= may_have < short.reserved_bytes + 2 * short.requested_bytes
+    assert short.free_bytes == trace.summary.gpu_memory_bytes - short.reserved_bytes
+    assert (short.rank, short.phase) == (0, "forward")
+    assert short.message.startswith("rank 0 would run out of memory in forward of iteration 1: it asks for ")
+    said = [*trace.summary.warnings, trace.summary.verdict]
+    assert any("out of memory in forward" in each for each in said)

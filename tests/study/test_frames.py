@@ -8,6 +8,7 @@ import pytest
 
 from labkit.drivers.contract import Failure, Measurement, PhasePeak, RankRecord
 from labkit.memory.estimate import estimate
+from labkit.report import prose
 from labkit.study import frames
 from labkit.study.decision import Limit
 from labkit.study.matrix import Candidate, Matrix, Setting
@@ -150,6 +151,22 @@ def test_failed_cell_has_its_reason_and_no_figures(results: Results) -> None:
     assert (failed["outcome"], failed["failure"]) == ("failed", "killed (in forward)")
     assert failed["peak_allocated_bytes"] is None
     assert failed["saved_bytes"] is None
+
+
+def test_a_trace_that_its_gpu_has_no_room_for_keeps_its_peak_and_says_so() -> None:
+    found = candidate(control=True)
+    (run,) = found.runs
+    assert run.measurement is not None
+    short = Failure(phase="forward", message="rank 0 would run out of memory in forward of iteration 1", rank=0)
+    (record,) = run.measurement.ranks
+    ranks = (record.model_copy(update={"out_of_memory": short}),)
+    tight = replace(found, runs=(replace(run, measurement=run.measurement.model_copy(update={"ranks": ranks})),))
+    setting = Setting("", (tight.candidate,), Limit("H100", 80 * 10**9, stated=False))
+    cells = Results(Matrix("s", "S", "", (setting,)), (tight,)).cells
+    traced = row(cells, "[]", "traced")
+    assert (traced["outcome"], traced["failure"]) == ("ok", short.message)
+    assert traced["peak_allocated_bytes"] is not None
+    assert prose.failures(cells).sentences == (f"[] (traced) would not fit: {short.message}.",)
 
 
 def test_ranks_are_those_that_were_traced(results: Results) -> None:

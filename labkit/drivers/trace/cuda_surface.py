@@ -147,7 +147,34 @@ class CudaAsMeta(TorchFunctionMode):
             args = (args[0], META, *args[2:])
         if any(map(_is_cuda, args)):
             args = tuple(META if _is_cuda(argument) else argument for argument in args)
+        if function in _OF_DATA and kwargs and kwargs.get("device") is META and not isinstance(args[0], torch.Tensor):
+            return _put(function, *args, **kwargs)
         return function(*args, **(kwargs or {}))
+
+
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def _put(function: Any, *args: Any, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+    """A tensor of the host's data: filled there, then copied (`torch/csrc/utils/tensor_new.cpp`).
+
+    On the meta device no operator would tell of it. Numbers that have to be read from the device first are not known.
+    """
+    put: torch.Tensor
+    if any(map(on_device, _tensors(args[0]))):
+        put = torch.empty_like(function(*args, **kwargs))
+    else:
+        put = function(*args, **{**kwargs, "device": "cpu"}).to(META)
+    return put.requires_grad_(requires_grad)
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    """Those in nested lists."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _tensors(item)
 
 
 def _is_cuda(device: Any) -> bool:

@@ -55,7 +55,10 @@ class Trace(Result):
         assumed = tuple(f"{each.field} {each.choices[0].value}" for each in left_open(self.workload))
         ranks, versions = tuple(map(_summarised, self.measurement.ranks)), self.measurement.versions
         summary, mended = super().summary, self.measurement.environment.get("mended")
-        warnings = summary.warnings if mended is None else (*summary.warnings, mended)
+        short = self.measurement.out_of_memory
+        # Where fragmentation alone is to blame, the verdict says it.
+        beyond = short and "runs out of memory" not in summary.verdict and f"{short.message}; the trace goes on"
+        warnings = (*summary.warnings, *filter(None, (mended, beyond)))
         update = {"ranks": ranks, "versions": versions, "assumed": assumed, "warnings": warnings}
         return summary.model_copy(update=update)
 

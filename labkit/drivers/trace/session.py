@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.allocator import Simulated, simulate_training
-from labkit.drivers.contract import Measurement, PhasePeak, RankRecord
+from labkit.drivers.contract import Failure, Measurement, PhasePeak, RankRecord
 from labkit.drivers.environment import variables
 from labkit.drivers.trace import (
     compiled,
@@ -41,7 +41,8 @@ from labkit.drivers.watch import Watch
 from labkit.errors import WorkError
 from labkit.ledger import Ledger
 from labkit.workload import Routing, Workload
-from labkit.workload.gpu import GPUS
+from labkit.workload.gpu import GIB, GPUS, MIB
+from labkit.workload.training import Training
 
 PhaseCallback = Callable[[int, str], None]
 
@@ -304,6 +305,7 @@ def _trace(
                 between_steps_bytes=ledger.between_steps().total(),
                 retained_bytes=ledger.retained().total(),
                 work=tracker.work.rows(built.passes_for_each),
+                out_of_memory=_out_of_memory(simulated, tracker, workload.training, rank),
             ),
         ),
         steady_iterations=ledger.steady_iteration() - 1,
@@ -321,6 +323,29 @@ def _trace(
     )
     return Trace(
         workload, ledger, rank=rank, peak_reserved_bytes=_reserved_by(simulated, None), measurement=measurement
+    )
+
+
+def _out_of_memory(simulated: Simulated, tracker: StorageTracker, training: Training, rank: int) -> Failure | None:
+    """What the rank's allocator asks for and the simulated GPU has not."""
+    if simulated.out_of_memory is None:
+        return None
+    event, failed = simulated.out_of_memory
+    asked, gpu_bytes = tracker.allocations[tracker.events[event][0] - 1], GPUS[training.gpu].total_memory_bytes
+    requested, allocated, reserved = failed.requested_bytes, failed.allocated_bytes, failed.reserved_bytes
+    may_have = training.allocator.per_process_memory_fraction * gpu_bytes
+    return Failure(
+        phase=asked.phase,
+        message=(
+            f"rank {rank} would run out of memory in {asked.phase} of iteration {asked.iteration}: it asks for "
+            f"{requested / MIB:,.0f} MiB with {allocated / GIB:.2f} GiB allocated and {reserved / GIB:.2f} GiB "
+            f"reserved of {may_have / GIB:.2f} GiB"
+        ),
+        rank=rank,
+        requested_bytes=requested,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        free_bytes=gpu_bytes - reserved,
     )
 
 
