@@ -260,7 +260,10 @@ def study_run(
     limits = _limits(time_limit, memory_limit)
     status = opened.run(only or (), drivers=[driver] if driver else (), force=force, workers=workers, limits=limits)
     _show(status, json)
-    if status.count("failed"):
+    elsewhere = opened.elsewhere(status)
+    for name in elsewhere:
+        _warn(f"{name} cannot run on this machine (labkit doctor says why); cells made on another can be copied here")
+    if status.count("failed") or elsewhere:
         raise typer.Exit(1)
 
 

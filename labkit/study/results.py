@@ -117,15 +117,15 @@ class Results:
         """The ranking and its reasons in plain language: of each setting by itself."""
         import polars as pl
 
-        settings = self.matrix.settings
-        made = [decide(self.cells.filter(setting=each.name), each.limit) for each in settings]
-        said = [
-            f"{each.name}: {sentence}" if each.name else sentence
-            for each, decision in zip(settings, made, strict=True)
-            for sentence in decision.sentences
-        ]
+        frames, said = [], []
+        for setting in self.matrix.settings:
+            prefix = f"{setting.name}: " if setting.name else ""
+            short = pl.col("candidate").str.strip_prefix(prefix)
+            decision = decide(self.cells.filter(setting=setting.name).with_columns(short), setting.limit)
+            frames.append(decision.frame.with_columns(candidate=pl.lit(prefix) + pl.col("candidate")))
+            said += [prefix + sentence for sentence in decision.sentences]
         said += [f"{label} is refused: {reason}." for label, reason in self.matrix.refused]
-        return Decision(pl.concat([decision.frame for decision in made]), tuple(said))
+        return Decision(pl.concat(frames), tuple(said))
 
     @property
     def decision(self) -> "pl.DataFrame":

@@ -141,6 +141,11 @@ class Study:
         states = examine(cells, self.store)
         return [cell for cell, status in zip(cells, states, strict=True) if status.state != "done"]
 
+    def elsewhere(self, status: StudyStatus) -> tuple[CellDriver, ...]:
+        """The drivers that cannot run on this machine and have not made all of their cells in `status`."""
+        lacking = {cell.driver for cell in status.cells if cell.state != "done"}
+        return tuple(name for name in self.matrix.drivers if name in lacking and not _runs_here(name))
+
     def _asked(self, drivers: Sequence[CellDriver], *, given: bool) -> tuple[CellDriver, ...]:
         """The drivers of the study to run, in its order."""
         for name in drivers:

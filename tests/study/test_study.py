@@ -5,16 +5,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
+from labkit.drivers.contract import Failure, Measurement, Outcome, PhasePeak, RankRecord
 from labkit.drivers.trace.server import Limits
 from labkit.errors import InputError
-from labkit.study import Study
+from labkit.report import tables
+from labkit.study import Study, export
+from labkit.study.drivers import KINDS, Started
 from labkit.study.status import StudyStatus
+from labkit.workload import Workload
 from tests.study.builder import SMALL, instant
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -150,3 +157,129 @@ def test_interrupted_command_ends_at_once_with_130(path: Path) -> None:
     assert stderr == "labkit: interrupted\n"
     assert time.monotonic() - began < 20
     assert list(directory.glob("*.part")) == []
+
+
+class SmallGpus:
+    """A driver that fills the contract of a GPU run; each repetition has another step time."""
+
+    def __init__(self, outcomes: dict[str, Outcome] | None = None) -> None:
+        self.outcomes = outcomes or {}
+        self.runs: Counter[str] = Counter()
+
+    @contextmanager
+    def start(self, workers: int, limits: Limits | None) -> Iterator[Started]:
+        assert workers == 1  # one cell has all GPUs
+        yield Started(self, lambda workload: None)
+
+    def __call__(self, workload: Workload, on_phase: Callable[[int, str], None] | None = None) -> "GpuRun":
+        label = workload.recompute.label
+        self.runs[label] += 1
+        outcome = self.outcomes.get(f"{label} #{self.runs[label]}", "ok")
+        ranks = tuple(
+            RankRecord(
+                rank=rank,
+                phases=tuple(
+                    PhasePeak(
+                        iteration=2, phase=phase, peak_allocated_bytes=10**9 + rank, peak_reserved_bytes=2 * 10**9
+                    )
+                    for phase in ("forward", "backward", "optimizer")
+                ),
+            )
+            for rank in range(workload.parallelism.world_size)
+        )
+        return GpuRun(
+            Measurement(
+                driver="cuda",
+                workload=workload,
+                outcome=outcome,
+                failure=None if outcome == "ok" else Failure(phase="backward", message="CUDA out of memory", rank=1),
+                ranks=ranks,
+                steady_iterations=2,
+                step_time_ms=100.0 + self.runs[label],
+                step_times_ms=(99.0 + self.runs[label], 101.0 + self.runs[label]),
+                tflops_per_gpu=400.0,
+                losses=(7.0, 6.9),
+                gradient_norms=(1.0, 0.9),
+                versions=dict.fromkeys(
+                    ("labkit", "cuda driver", "torch", "megatron-core", "CUDA", "NVIDIA driver"), "1"
+                ),
+                environment=dict.fromkeys(("device", "allocator", "routing"), "x"),
+            )
+        )
+
+
+class GpuRun(NamedTuple):
+    measurement: Measurement
+    ledger: None = None
+
+
+@contextmanager
+def start_instant(workers: int, limits: Limits | None) -> Iterator[Started]:
+    yield Started(instant, lambda workload: None)
+
+
+def test_drivers_stand_side_by_side_with_repeated_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = SmallGpus({"[moe] #2": "oom"})
+    here: dict[str, str] | None = {"cuda driver": "1"}
+    monkeypatch.setitem(KINDS, "trace", KINDS["trace"]._replace(start=start_instant))
+    monkeypatch.setitem(KINDS, "cuda", KINDS["cuda"]._replace(start=gpus.start, versions=lambda: here))
+    path = tmp_path / "both.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, "drivers": ["trace", "cuda"], "repetitions": 2}))
+    study = Study.load(path)
+    with pytest.raises(InputError, match=r"add it to the study file"):
+        Study.load(write(tmp_path / "traced.yaml", STUDY)).run(drivers=["cuda"])
+    assert study.run(drivers=["trace"]).count("done") == 3
+    status = study.run()
+    assert [(cell.name, cell.driver, cell.state) for cell in status.cells] == [
+        ("[] (control)", "trace", "done"),
+        ("[moe_act]", "trace", "done"),
+        ("[moe]", "trace", "done"),
+        ("[] (control)", "cuda", "done"),
+        ("[moe_act]", "cuda", "done"),
+        ("[moe]", "cuda", "done"),
+        ("[] (control) #2", "cuda", "done"),
+        ("[moe_act] #2", "cuda", "done"),
+        ("[moe] #2", "cuda", "failed"),
+    ]
+    results = study.results()
+    measured = {row["candidate"]: row for row in results.cells.filter(source="measured").iter_rows(named=True)}
+    control, died = measured["[]"], measured["[moe]"]
+    assert (control["outcome"], control["repetitions"], control["peak_allocated_bytes"]) == ("ok", 2, 10**9 + 1)
+    assert (control["step_time_ms"], control["step_time_low_ms"], control["step_time_high_ms"]) == (101.5, 100, 103)
+    assert (died["outcome"], died["peak_allocated_bytes"]) == ("oom", None)
+    assert died["failure"] == "1 of 2 repetitions: CUDA out of memory (in backward)"
+    assert set(results.decision["evidence"]) == {"measured"}
+    assert results.ranks.filter(source="measured")["rank"].to_list() == [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert "measured" in tables.decision(results.decision).as_raw_html()
+    assert len(export.results(study.store)) == 9
+
+    here = None  # the same store on a machine without GPUs
+    assert study.status().count("done") == 8
+    assert study.run().count("failed") == 1
+    assert study.elsewhere(study.status()) == ("cuda",)
+    with pytest.raises(InputError, match="cuda cannot run on this machine; labkit doctor says what is missing"):
+        study.run(drivers=["cuda"])
+    assert gpus.runs.total() == 6
+
+
+def write(path: Path, study: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(study))
+    return path
+
+
+def test_a_sweep_is_run_setting_by_setting_and_decided_in_each(tmp_path: Path) -> None:
+    sweep = {"batch.seq_length": [128, 256], "parallelism.expert_model_parallel_size": [2, 3]}
+    study = Study.load(write(tmp_path / "swept.yaml", {**STUDY, "sweep": sweep}))
+    first, second = "seq_length=128, expert_model_parallel_size=2", "seq_length=256, expert_model_parallel_size=2"
+    status = study.run([second], driver=instant)
+    assert [cell.candidate for cell in status.cells] == [f"{second}: {label}" for label in ("[]", "[moe_act]", "[moe]")]
+    assert study.status().sentence == "3 of 6 cells done, 3 missing, 2 refused"
+    results = study.results()
+    assert results.decision["rank"].to_list() == [None, None, None, None, 1, None]
+    said = results.decided.sentences
+    assert said[0] == f"{first}: The control [] has no traced result: nothing can be compared yet."
+    assert any(sentence.startswith(f"{second}: Try [moe_act] first: ") for sentence in said)
+    assert results.decision["candidate"].to_list() == [candidate.label for candidate in study.matrix.candidates]
+    assert said[-1].startswith("seq_length=256, expert_model_parallel_size=3: control is refused: parallelism.expert")
+    saved = results.cells.filter(source="traced", setting=second)["saved_bytes"].to_list()
+    assert saved == [0, 10**6, 10**6]
