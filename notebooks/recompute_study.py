@@ -9,9 +9,10 @@
 # %% [markdown]
 # # Recompute study
 #
-# One control and candidates that differ from it in the recompute choice alone: what each holds by closed-form estimate,
-# by a trace of the real Megatron Core code without a GPU, and by publication; and which one to try first.
-# Peaks are of one rank, that of the pipeline stage that holds most. 1 GiB is $2^{30}$ bytes.
+# One control and candidates that should differ from it in one choice (where one differs in several, its verdict says
+# so), in a sweep once for every setting: what each holds by closed-form estimate, by a trace of the real Megatron
+# Core code without a GPU, measured on GPUs where that was done, and by publication; and which one to try first. Peaks
+# are of one rank, that of the pipeline stage that holds most. 1 GiB is $2^{30}$ bytes.
 
 # %% tags=["parameters"]
 study = "data/studies/moonlight-16b.yaml"
@@ -42,12 +43,12 @@ prose.conclusion(results.decided.sentences)
 tables.decision(results.decision)
 
 # %% [markdown]
-# Peaks are the largest allocated bytes of one rank (`torch.cuda.max_memory_allocated`). Saved is against the control of
-# the same source. Step time is the published change against the control. Replay is what backward runs again each step,
-# at the speed the GPU's data sheet allows: a lower bound, in ms and as a share of the control's whole step at that
-# speed. Launches, waiting and lost overlap come on top, and so does the host's work for each region that is run again:
-# where the host sets the pace, regions tell more than ms. The CUDA context, NCCL and cached blocks of the allocator
-# come on top of every peak.
+# Peaks are the largest allocated bytes of one rank (`torch.cuda.max_memory_allocated`). Saved is against the control
+# of the same source. Step time is the change against the control, from where the column's head says. Replay is what
+# backward runs again each step, at the speed the GPU's data sheet allows: a lower bound, in ms and as a share of the
+# control's whole step at that speed. Launches, waiting and lost overlap come on top, and so does the host's work for
+# each region that is run again: where the host sets the pace, regions tell more than ms. The CUDA context, NCCL and
+# cached blocks of the allocator come on top of every peak.
 
 # %%
 prose.failures(results.cells)

@@ -26,15 +26,15 @@ def chart_rows(frame: pl.DataFrame, *columns: str) -> tuple[pl.DataFrame, list[s
     )
 
 
-_TWO_LINES: Final = (
-    r"length(datum.label) > 26 ? split(replace(datum.label, /^(.{8,25},) /, '$1\n'), '\n') : datum.label"
+_LINES: Final = (
+    r"length(datum.label) > 26 ? split(replace(datum.label, /(.{8,25}(?:,| at)) /g, '$1\n'), '\n') : datum.label"
 )
-"""A long label broken behind a comma, as late as its first line allows."""
+"""A long label broken behind commas (and before a sweep's setting), as late as each line allows."""
 
 
 def candidate_axis(names: list[str]) -> alt.Y:
     """One row of the chart for each candidate, in the study's order."""
-    axis = alt.Axis(ticks=False, domain=False, labelPadding=8, labelExpr=_TWO_LINES)
+    axis = alt.Axis(ticks=False, domain=False, labelPadding=8, labelExpr=_LINES)
     scale = alt.Scale(paddingInner=0.28, paddingOuter=0.14)
     return alt.Y("candidate:N", title=None, sort=names, axis=axis, scale=scale)
 

@@ -74,7 +74,7 @@ class Candidate:
     changes: tuple[str, ...]
     """The choices in which it differs from its control: `recompute`, and the dotted names of other fields."""
     setting: str = ""
-    """Of a sweep, which one it belongs to; its label begins with it."""
+    """Of a sweep, which one it belongs to; its label ends with it."""
 
     @property
     def differs_in(self) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ class _Reader:
         return Setting(self._name, tuple(candidates), limit)
 
     def _label(self, label: str) -> str:
-        return f"{self._name}: {label}" if self._name else label
+        return f"{label} at {self._name}" if self._name else label
 
     def _workload(self, override: Mapping[str, Any], where: str) -> Workload | None:
         source = f"{self._path}: {self._label(where)}"
@@ -279,7 +279,7 @@ def _check_distinct(settings: Sequence[Setting], path: Path) -> None:
 
 
 def _without_setting(candidate: Candidate) -> str:
-    return candidate.label.removeprefix(f"{candidate.setting}: ")
+    return candidate.label.removesuffix(f" at {candidate.setting}")
 
 
 def _modules(label: str) -> list[str]:

@@ -114,18 +114,24 @@ class Results:
 
     @cached_property
     def decided(self) -> Decision:
-        """The ranking and its reasons in plain language: of each setting by itself."""
+        """The ranking and its reasons in plain language: of each setting by itself.
+
+        Of a sweep the sentences are each setting's first, and what holds in all; the frame has every verdict.
+        """
         import polars as pl
 
-        frames, said = [], []
-        for setting in self.matrix.settings:
-            prefix = f"{setting.name}: " if setting.name else ""
-            short = pl.col("candidate").str.strip_prefix(prefix)
-            decision = decide(self.cells.filter(setting=setting.name).with_columns(short), setting.limit)
-            frames.append(decision.frame.with_columns(candidate=pl.lit(prefix) + pl.col("candidate")))
-            said += [prefix + sentence for sentence in decision.sentences]
+        settings = self.matrix.settings
+        if len(settings) == 1 and not settings[0].name:
+            return decide(self.cells, settings[0].limit)
+        made = []
+        for setting in settings:
+            short = pl.col("candidate").str.strip_suffix(f" at {setting.name}")
+            made.append(decide(self.cells.filter(setting=setting.name).with_columns(short), setting.limit))
+        said = [f"{each.name}: {decision.sentences[0]}" for each, decision in zip(settings, made, strict=True)]
+        said += [each for each in made[0].sentences[1:] if all(each in decision.sentences for decision in made)]
         said += [f"{label} is refused: {reason}." for label, reason in self.matrix.refused]
-        return Decision(pl.concat(frames), tuple(said))
+        whole = pl.format("{} at {}", "candidate", "setting")
+        return Decision(pl.concat([decision.frame.with_columns(candidate=whole) for decision in made]), tuple(said))
 
     @property
     def decision(self) -> "pl.DataFrame":

@@ -104,7 +104,7 @@ def test_sweep_has_a_control_with_its_candidates_in_each_setting(load: Load) -> 
         assert [candidate.changes for candidate in setting.candidates] == [(), ("recompute",)]
         assert {candidate.setting for candidate in setting.candidates} == {setting.name}
     last = matrix.candidates[-1]
-    assert last.label == f"{names[3]}: [moe_act]"
+    assert last.label == f"[moe_act] at {names[3]}"
     assert (last.workload.batch.seq_length, last.workload.parallelism.tp, last.workload.parallelism.ep) == (256, 2, 2)
     assert [len(matrix.chosen(label)) for label in ("moe_act", names[1], last.label)] == [4, 2, 1]
 
@@ -119,7 +119,7 @@ def test_settings_that_the_rules_reject_are_kept_with_the_reason(load: Load) -> 
     matrix = load(sweep={"parallelism.expert_model_parallel_size": [2, 3]})
     assert [setting.name for setting in matrix.settings] == ["expert_model_parallel_size=2"]
     ((label, reason),) = matrix.refused
-    assert label == "expert_model_parallel_size=3: control"
+    assert label == "control at expert_model_parallel_size=3"
     assert reason.startswith("parallelism.expert_model_parallel_size: 3 does not divide")
 
 
@@ -165,7 +165,7 @@ def test_base_is_a_mapping_a_path_or_a_name(load: Load, tmp_path: Path) -> None:
             {"sweep": {"parallelism.expert_model_parallel_size": [3]}},
             "no setting of the sweep can run, .* 3 does not div",
         ),
-        ({"sweep": {"batch.seq_len": [128]}}, "seq_len=128: control: unknown key 'batch.seq_len'"),
+        ({"sweep": {"batch.seq_len": [128]}}, "control at seq_len=128: unknown key 'batch.seq_len'"),
         ({"sweep": {"batch.seq_length": [128, 128]}}, "sweep has seq_length=128 twice"),
         ({"sweep": {"batch.seq_length": []}}, r"sweep.batch\.seq_length"),
         ({"sweep": {"batch.seq_length": list(range(99999))}}, "sweep asks for 199998 candidates"),

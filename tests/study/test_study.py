@@ -272,7 +272,9 @@ def test_a_sweep_is_run_setting_by_setting_and_decided_in_each(tmp_path: Path) -
     study = Study.load(write(tmp_path / "swept.yaml", {**STUDY, "sweep": sweep}))
     first, second = "seq_length=128, expert_model_parallel_size=2", "seq_length=256, expert_model_parallel_size=2"
     status = study.run([second], driver=instant)
-    assert [cell.candidate for cell in status.cells] == [f"{second}: {label}" for label in ("[]", "[moe_act]", "[moe]")]
+    assert [cell.candidate for cell in status.cells] == [
+        f"{label} at {second}" for label in ("[]", "[moe_act]", "[moe]")
+    ]
     assert study.status().sentence == "3 of 6 cells done, 3 missing, 2 refused"
     results = study.results()
     assert results.decision["rank"].to_list() == [None, None, None, None, 1, None]
@@ -280,6 +282,7 @@ def test_a_sweep_is_run_setting_by_setting_and_decided_in_each(tmp_path: Path) -
     assert said[0] == f"{first}: The control [] has no traced result: nothing can be compared yet."
     assert any(sentence.startswith(f"{second}: Try [moe_act] first: ") for sentence in said)
     assert results.decision["candidate"].to_list() == [candidate.label for candidate in study.matrix.candidates]
-    assert said[-1].startswith("seq_length=256, expert_model_parallel_size=3: control is refused: parallelism.expert")
+    assert said[-1].startswith("control at seq_length=256, expert_model_parallel_size=3 is refused: parallelism.expert")
+    assert len(said) == 4
     saved = results.cells.filter(source="traced", setting=second)["saved_bytes"].to_list()
     assert saved == [0, 10**6, 10**6]
