@@ -17,7 +17,7 @@ from labkit.drivers.options import check_values, groups, refused, refusing
 from labkit.errors import InputError
 from labkit.workload import Model, Parallelism, Workload
 from labkit.workload.base import Part
-from labkit.workload.model import MixtureOfExperts
+from labkit.workload.model import MixtureOfExperts, MultiLatentAttention
 from labkit.workload.training import Kernels, Optimizer, Training
 
 _BEYOND = frozenset(
@@ -33,6 +33,7 @@ _FIELDS: dict[str, type[Part]] = {
     "moe_router_load_balancing_type": MixtureOfExperts,
     "optimizer": Optimizer,
     "position_embedding_type": Model,
+    "rope_type": MultiLatentAttention,
 }
 """Those among them with a field of that name."""
 _OTHER_NAMES = {
@@ -226,7 +227,10 @@ def _model(model: Model) -> dict[str, Any]:
         "multi_latent_attention": model.multi_latent_attention is not None,
     }
     if model.multi_latent_attention is not None:
-        fields |= {"rope_type": "rope", **model.multi_latent_attention.model_dump()}
+        fields |= model.multi_latent_attention.model_dump()
+        fields["original_max_position_embeddings"] = model.original_max_position_embeddings
+    elif model.position_embedding_type == "yarn":
+        fields["yarn_original_max_position_embeddings"] = model.original_max_position_embeddings
     if model.gated_delta_net is not None:
         fields |= _linear_attention(model)
     if model.mamba is not None:

@@ -60,7 +60,7 @@ _SAME = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads attention_output_gate qk_layernorm "
     "normalization gated_linear_unit add_bias_linear hidden_dropout attention_dropout",
     "attention": "num_query_groups kv_channels add_qkv_bias",
-    "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
+    "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
     "gated_delta_net": "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
     "linear_num_value_heads",
     "mamba": "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
@@ -89,7 +89,8 @@ _OTHER = """
     num_experts group_query_attention multi_latent_attention experimental_attention_variant
     linear_attention_freq hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model
     mtp_num_layers swiglu squared_relu bias_gelu_fusion bias_swiglu_fusion position_embedding_type
-    use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent rope_type
+    use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent
+    yarn_original_max_position_embeddings
     untie_embeddings_and_output_weights vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by
     max_position_embeddings seq_length micro_batch_size global_batch_size decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
@@ -198,8 +199,6 @@ class _Mapping:
         """Carry an argument that no field expresses along as it was written, or report that it is lost."""
         shown = self.given.get(dest) if value is None else value
         words = self.written.get(dest)
-        if dest == "rope_type":  # which multi-latent attention has by default
-            words = [self.options[dest], str(shown)]
         if words:
             self.launched[dest] = shlex.join(words)
         if words and self.options[dest] in RESERVED_ALONE:
@@ -278,7 +277,7 @@ class _Mapping:
     def _positions(self, *, latent: bool) -> dict[str, Any]:
         values = self.values
         kind = values["position_embedding_type"]
-        if kind not in ("learned_absolute", "rope", "none"):
+        if kind not in ("learned_absolute", "rope", "yarn", "none"):
             self._lose("position_embedding_type", "taken as rope")
             kind = "rope"
         longest = values["max_position_embeddings"]
@@ -286,11 +285,12 @@ class _Mapping:
             self._lose(
                 "max_position_embeddings", f"a table of so many positions; taken as {values['seq_length']}", longest
             )
-        if latent and self.config["rope_type"] != "rope":
-            meaning = "tables of YaRN's cosines and sines; taken as rope without apply_rope_fusion"
-            self._lose("rope_type", meaning, self.config["rope_type"])
+        originals = self.config.get("original_max_position_embeddings") if latent else None
+        if kind == "yarn":
+            originals = values["yarn_original_max_position_embeddings"]
         return {
             "position_embedding_type": kind,
+            **({} if originals is None else {"original_max_position_embeddings": originals}),
             "rotary_base": int(values["rotary_base"]),
             "rotary_percent": values["rotary_percent"],
         }
@@ -348,8 +348,6 @@ class _Mapping:
         elif backend not in ("fused", "flash", "unfused", "auto"):
             kernels["attention_backend"] = "unfused"
             self._lose("attention_backend", "taken as unfused")
-        if self.config["multi_latent_attention"] and self.config["rope_type"] != "rope":
-            kernels["apply_rope_fusion"] = False  # Megatron Core fuses only the YaRN form
         kernels["deterministic_attention"] = environment.get(_NONDETERMINISTIC) == "0"
         return {**kernels, **self._expert_kernels()}
 

@@ -53,7 +53,7 @@ _REASONS = {
     "what Transformer Engine's layers do not read, or read as a number": """
         attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion no_persist_layer_norm
         deprecated_use_mcore_models use_flash_attn rotary_seq_len_interpolation_factor use_rope_scaling
-        rope_scaling_factor rotary_scaling_factor mscale mscale_all_dim""",
+        rope_scaling_factor rotary_scaling_factor mscale mscale_all_dim yarn_beta_* yarn_correction_*""",
     _CONDITIONAL: """
         inference_* rl_* grpo_* langrl_env_config refit_method max_tokens_to_oom decode_only_cuda_graphs
         moe_pad_experts_for_cuda_graph_inference mamba_inference_* muon_* lion_* dsa_* mup_* fp8_margin fp8_interval
@@ -64,7 +64,7 @@ _REASONS = {
         keep_fp8_transpose_cache enable_full_sharding_in_hsdp create_all_gather_group
         suggested_communication_unit_size torch_fsdp2_reshard_after_forward gradient_reduce_div_fusion
         tp_comm_bulk_* tp_comm_overlap_* tp_comm_split_* tp_comm_bootstrap_backend moe_flex_dispatcher_num_sms
-        moe_hybridep_num_sms_preprocessing relative_attention_* yarn_* moe_upcycling_granularity""",
+        moe_hybridep_num_sms_preprocessing relative_attention_* moe_upcycling_granularity""",
     "of programs for other models": """
         bert_* biencoder_* ict_* img_h img_w num_classes num_channels patch_dim classes_fraction
         data_per_class_fraction head_lr_mult vision_* swin_backbone_type mask_type mask_factor iter_per_epoch dino_*

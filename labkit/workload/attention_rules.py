@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LONGEST_RING = 512
 """labkit's own bound: every step's kernel has an output of its own. The largest runs known take 64 ranks."""
+_NARROWEST_TURNED = 4
 
 
 def attention_findings(workload: "Workload") -> Iterator[Finding]:
@@ -26,6 +27,7 @@ def attention_findings(workload: "Workload") -> Iterator[Finding]:
         yield from _latent(workload)
     if mixers & {"attention", "mla"}:
         yield from _rotary(workload)
+        yield from _yarn(workload)
         yield from _context(workload)
         yield from _kernels(workload)
 
@@ -52,7 +54,7 @@ def _one_token(workload: "Workload") -> Iterator[Finding]:
     model, batch, tp = workload.model, workload.batch, workload.parallelism.tp
     if batch.seq_length * batch.micro_batch_size > 1 or model.key_value_heads > tp:
         return
-    moved = model.position_embedding_type == "rope" or model.qk_layernorm or model.attention_output_gate
+    moved = model.turns_positions or model.qk_layernorm or model.attention_output_gate
     if moved or model.num_attention_heads > tp:
         reason = "Transformer Engine knows no layout of a single token with one key-value head on a rank"
         yield Finding("error", "batch.seq_length", reason, "use more tokens or more num_query_groups")
@@ -63,9 +65,12 @@ def _latent(workload: "Workload") -> Iterator[Finding]:
     if model.attention_output_gate:
         reason = "multi-latent attention has no output gate"
         yield Finding("error", "model.attention_output_gate", reason, "set it to false")
+    if model.position_embedding_type == "yarn":
+        reason = "multi-latent attention has its own positions"
+        remedy = "use rope, and multi_latent_attention.rope_type: yarn"
+        yield Finding("error", "model.position_embedding_type", reason, remedy)
     if workload.training.kernels.apply_rope_fusion:
-        reason = "the fused rotary kernel of multi-latent attention turns YaRN positions alone"
-        yield Finding("error", "training.kernels.apply_rope_fusion", reason, "set it to false")
+        yield from _fused_latent(workload)
     idle = {
         "num_query_groups": model.num_query_groups is not None,
         "kv_channels": model.kv_channels is not None,
@@ -77,9 +82,45 @@ def _latent(workload: "Workload") -> Iterator[Finding]:
             yield Finding("warning", f"model.{name}", "multi-latent attention does not read it", "leave it out")
 
 
+def _fused_latent(workload: "Workload") -> Iterator[Finding]:
+    """`MLATransformerConfig.__post_init__`, `validate_args`, `fused_mla_yarn_rope_apply`."""
+    at, mla = "training.kernels.apply_rope_fusion", workload.model.multi_latent_attention
+    if mla is None:
+        return
+    if mla.rope_type != "yarn":
+        reason = "the fused rotary kernel of multi-latent attention turns YaRN positions alone"
+        yield Finding("error", at, reason, "set it to false or multi_latent_attention.rope_type: yarn")
+    elif workload.model.position_embedding_type != "rope":
+        reason = "Megatron-LM fuses rotary positions only where position_embedding_type is rope"
+        yield Finding("error", at, reason, "set it to false or position_embedding_type: rope")
+    if workload.training.precision == "fp32":
+        reason = "the tables of a fused rotary kernel in fp32 are not supported by this version of labkit"
+        yield Finding("error", at, reason, "set it to false")
+    for name in ("qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim"):
+        width = getattr(mla, name)
+        if width & (width - 1) or width < _NARROWEST_TURNED:
+            reason = f"the fused rotary kernel takes widths that are powers of two, from 4 on, not {width}"
+            remedy = "use such a width or apply_rope_fusion: false"
+            yield Finding("error", f"model.multi_latent_attention.{name}", reason, remedy)
+
+
+def _yarn(workload: "Workload") -> Iterator[Finding]:
+    """`megatron.training.arguments.validate_args`, `get_pos_emb_on_this_cp_rank`."""
+    model, mla, chunks = workload.model, workload.model.multi_latent_attention, 2 * workload.parallelism.cp
+    if (model.position_embedding_type if mla is None else mla.rope_type) != "yarn":
+        return
+    if mla is None and workload.training.kernels.apply_rope_fusion:
+        reason = "Megatron-LM turns YaRN's positions without a fused kernel"
+        yield Finding("error", "training.kernels.apply_rope_fusion", reason, "set it to false")
+    rows = model.original_max_position_embeddings
+    if chunks > 2 and rows % chunks:
+        reason = f"context-parallel ranks split YaRN's tables of {rows} rows into {chunks} chunks"
+        yield Finding("error", "model.original_max_position_embeddings", reason, f"use a multiple of {chunks}")
+
+
 def _rotary(workload: "Workload") -> Iterator[Finding]:
     model, mla = workload.model, workload.model.multi_latent_attention
-    if mla is None and model.position_embedding_type != "rope":
+    if mla is None and not model.turns_positions:
         return
     width = model.head_width if mla is None else mla.qk_pos_emb_head_dim
     field = "model.kv_channels" if mla is None else "model.multi_latent_attention.qk_pos_emb_head_dim"

@@ -49,6 +49,8 @@ class MultiLatentAttention(Part):
     """Per-head width of the query and key parts that carry rotary positions."""
     v_head_dim: PositiveInt
     """Per-head width of the values."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """How angles grow with positions; every layer keeps YaRN's tables of cosines and sines."""
 
 
 class GatedDeltaNet(Part):
@@ -145,7 +147,9 @@ class Model(Part):
     activation_func: Literal["silu", "gelu", "squared_relu"] = "silu"
     add_bias_linear: bool = False
     untie_embeddings_and_output_weights: bool = True
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
+    original_max_position_embeddings: PositiveInt = 4096
+    """Rows of YaRN's tables; its factors decide no memory."""
     rotary_base: PositiveInt = 10000
     rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -219,12 +223,12 @@ class Model(Part):
     @property
     def has_rotary_table(self) -> bool:
         """Whether the model, whatever its layers, makes one table of rotary angles (`GPTModel`, `HybridModel`)."""
-        return self.position_embedding_type == "rope" and self.multi_latent_attention is None
+        return self.turns_positions and self.multi_latent_attention is None
 
     @property
-    def has_positions_to_turn(self) -> bool:
-        """Whether its attention turns queries and keys by their positions: latent attention always does."""
-        return self.position_embedding_type == "rope" or self.multi_latent_attention is not None
+    def turns_positions(self) -> bool:
+        """Whether its attention, unless it is latent, turns queries and keys by their positions."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def head_width(self) -> int:
@@ -239,11 +243,11 @@ class Model(Part):
 
     @property
     def rotary_width(self) -> int:
-        """Elements of a head that rotary positions turn, in pairs (`RotaryEmbedding`)."""
-        width = (
-            self.head_width if self.multi_latent_attention is None else self.multi_latent_attention.qk_pos_emb_head_dim
-        )
-        return -(-int(width * self.rotary_percent) // 2) * 2
+        """Elements of a head that rotary positions turn, in pairs (`RotaryEmbedding`): all in YaRN."""
+        mla = self.multi_latent_attention
+        width = self.head_width if mla is None else mla.qk_pos_emb_head_dim
+        yarn = self.position_embedding_type if mla is None else mla.rope_type
+        return -(-int(width * (1.0 if yarn == "yarn" else self.rotary_percent)) // 2) * 2
 
     @property
     def key_value_heads(self) -> int:

@@ -77,8 +77,9 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     if attends and layout.cp > 1 and layout.cp_comm_type == "all_gather":
         reason = "gathered keys of packed sequences are not supported by this version of labkit"
         yield Finding("error", "parallelism.cp_comm_type", reason, "use p2p or a2a")
-    turns = attends and workload.model.has_positions_to_turn and not kernels.apply_rope_fusion
-    if turns and len(workload.packed_lengths) > MOST_TURNED:
+    model = workload.model
+    turns = attends and (model.turns_positions or model.multi_latent_attention is not None)
+    if turns and not kernels.apply_rope_fusion and len(workload.packed_lengths) > MOST_TURNED:
         count = len(workload.packed_lengths)
         reason = f"{count} sequences, turned one by one without apply_rope_fusion, are more than are listed"
         yield Finding("error", "batch.packed.lengths", reason, f"use at most {MOST_TURNED} or apply_rope_fusion")

@@ -22,6 +22,9 @@ LATENT = {
 WIDE = {"parallelism.tensor_model_parallel_size": 4, "parallelism.sequence_parallel": False}
 CONTEXT = {"parallelism.context_parallel_size": 2}
 ALL_TO_ALL = CONTEXT | {"parallelism.cp_comm_type": "a2a"}
+YARN = {"model.position_embedding_type": "yarn"}
+YARN_LATENT = LATENT | {"model.multi_latent_attention.rope_type": "yarn"}
+FUSED_ROTARY = {"training.kernels.apply_rope_fusion": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.num_query_groups": 3}, "3 key-value heads cannot be shared evenly by 8 query heads"),
     (
@@ -33,6 +36,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LATENT | {"model.multi_latent_attention.qk_pos_emb_head_dim": 15}, "turn pairs, and 15 is odd"),
     (LATENT | {"model.attention_output_gate": True}, "multi-latent attention has no output gate"),
     (LATENT | {"training.kernels.apply_rope_fusion": True}, "turns YaRN positions alone"),
+    (LATENT | {"model.position_embedding_type": "yarn"}, "multi-latent attention has its own positions"),
+    (CONTEXT | YARN | {"model.original_max_position_embeddings": 1022}, "tables of 1022 rows into 4 chunks"),
     ({"training.kernels.attention_backend": "flash", "model.kv_channels": 100}, "a multiple of 8 elements up to 256"),
     (CONTEXT | {"training.kernels.attention_backend": "unfused"}, "unfused attention has no context parallelism"),
     ({"training.precision": "fp32", "training.kernels.attention_backend": "flash"}, "the flash kernel takes no fp32"),
@@ -74,6 +79,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 NOT_RUN: list[tuple[dict[str, Any], str]] = [
     ({"model.kv_channels": 100}, "the fused kernel takes heads of a multiple of 8 elements up to 256, not 100"),
+    (YARN | FUSED_ROTARY, "turns YaRN's positions without a fused kernel"),
+    (
+        YARN_LATENT | FUSED_ROTARY | {"model.position_embedding_type": "none"},
+        "only where position_embedding_type is rope",
+    ),
+    (YARN_LATENT | FUSED_ROTARY | {"model.multi_latent_attention.qk_head_dim": 48}, "powers of two, from 4 on, not 48"),
     ({"model.rotary_percent": 0.001}, "0.001 of a head of 64 elements is none"),
     (
         CONTEXT | {"training.kernels.attention_backend": "flash", "parallelism.cp_comm_type": "all_gather"},
@@ -92,6 +103,7 @@ ACCEPTED: list[dict[str, Any]] = [
     ALL_TO_ALL,
     ALL_TO_ALL | LATENT,
     LATENT | {"model.position_embedding_type": "none"},
+    YARN_LATENT | FUSED_ROTARY,
     CONTEXT | WIDE | {"parallelism.world_size": 8, "model.num_query_groups": 2},
 ]
 

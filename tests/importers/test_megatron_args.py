@@ -59,6 +59,10 @@ LINES = {
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --context-parallel-size 2 --cp-comm-type a2a",
     "fp32": DENSE.replace("--bf16 ", "").replace("fused", "unfused"),
     "packed": f"{ROPE.replace('--micro-batch-size 2', '--micro-batch-size 1')} --sft",
+    "yarn": f"{ROPE.replace('type rope', 'type yarn')} --rotary-scaling-factor 8 --yarn-beta-fast 16 "
+    "--yarn-original-max-position-embeddings 256",
+    "latent yarn": f"{ROPE} --multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 32 --rotary-scaling-factor 8 --mscale 0.7",
     "squared": f"{DENSE} --squared-relu --no-bias-gelu-fusion --no-bias-dropout-fusion",
 }
 CARRIED = {

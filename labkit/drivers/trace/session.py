@@ -188,9 +188,10 @@ class _Naming(Watch):
         return self._tracker.origin.inside(part)
 
     def has_model(self, modules: list[torch.nn.Module]) -> None:
-        self.paths = {tensor: path for module in modules for tensor, path in tensor_paths(module)}
-        for tensor, path in self.paths.items():
+        for tensor, path in (named for module in modules for named in tensor_paths(module)):
             self.name(tensor, "parameters", path)
+            if isinstance(tensor, torch.nn.Parameter):
+                self.paths[tensor] = path  # a module may let go of a buffer
 
     def has_buffers(self, chunks: list[Any]) -> None:
         # Megatron-FSDP has other buffers, and optimizer state of sharded tensors.

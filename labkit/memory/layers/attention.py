@@ -61,7 +61,7 @@ def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) 
     if gate is not None:
         gate = _own_heads(tape, _reshaped(tape, gate, heads), heads)
     held = [packed, query, key, *([gate] if gate is not None else [])]
-    if model.position_embedding_type == "rope":
+    if model.turns_positions:
         query, key = _rotated(tape, workload, sizes, query), _rotated(tape, workload, sizes, key)
     with tape.module("core_attention"):
         if sizes.lora is None:

@@ -21,7 +21,7 @@ from labkit.memory.layers.mlp import dense_mlp
 from labkit.memory.layers.moe import moe_layer
 from labkit.memory.layers.outputs import hand_over, mean_square_loss, pass_outputs
 from labkit.memory.layers.prefix_tree import tree_delta_net
-from labkit.memory.layers.rotary import rotary_table
+from labkit.memory.layers.rotary import rotary_table, yarn_tables
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import causal_mask
 from labkit.memory.tape import Tape, Value
@@ -93,6 +93,8 @@ def _made_once(tape: Tape, workload: Workload, sizes: Sizes, halves: Collection[
     model = workload.model
     if model.has_rotary_table:
         rotary_table(tape, sizes, model.rotary_width)  # an attribute of the model
+        if model.position_embedding_type == "yarn":
+            yarn_tables(tape, model.rotary_width, model.original_max_position_embeddings // sizes.cp)
     if model.gated_delta_net is not None and sizes.cp > 1 and "gdn" in halves:
         head_permutation(tape, model.gated_delta_net, sizes)
     if attention_backend(workload) == "unfused" and not _SCORED.isdisjoint(halves):

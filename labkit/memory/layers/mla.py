@@ -1,8 +1,9 @@
 """Multi-latent attention (Megatron Core `transformer/multi_latent_attention.py`, `MLASelfAttention`)."""
 
 from labkit.memory.layers.core import core_attention
+from labkit.memory.layers.inputs import sequence_ends
 from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, replicated, row_parallel
-from labkit.memory.layers.rotary import rotary, rotary_table
+from labkit.memory.layers.rotary import rotary, rotary_table, yarn_tables
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
 from labkit.workload import Model, Workload
@@ -20,6 +21,8 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     _parameters(tape, model, sizes, query_width, value_width)
 
     rotary_table(tape, sizes, model.rotary_width)
+    if mla.rope_type == "yarn":
+        yarn_tables(tape, model.rotary_width, _table_rows(workload, sizes))
     compressed_query, query_input_width = hidden, model.hidden_size
     if mla.q_lora_rank is not None:
         with tape.module("linear_q_down_proj"):
@@ -51,22 +54,9 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
             packed_kv = column_parallel(
                 tape, sizes, kv_input, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)
             )
-        query_content = tape.view(packed_query, "q_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
-        query_position = tape.view(packed_query, "q_pos_emb", (sizes.tokens, heads, mla.qk_pos_emb_head_dim))
-        tape.op("split", [packed_query], [query_content, query_position])
-        key_content = tape.view(packed_kv, "k_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
-        value_content = tape.view(packed_kv, "v", (sizes.tokens, value_width))
-        tape.op("split", [packed_kv], [key_content, value_content])
-        rotated_query = rotary(tape, sizes, query_position, model.rotary_width, interleaved=True)
-        rotated_key = rotary(tape, sizes, position_key, model.rotary_width, interleaved=True)
-        query = tape.value("query", (sizes.tokens, heads, head_width))
-        tape.op("cat", [query_content, rotated_query], [query], aliases=True)
-        key = tape.value("key", (sizes.tokens, heads, head_width))
-        tape.op("cat", [key_content, rotated_key], [key], aliases=True)
-        value = tape.value("value", (sizes.tokens, heads, mla.v_head_dim))
-        tape.op("contiguous", [value_content], [value], aliases=True)
+        query, key, value, held = _with_positions(tape, workload, sizes, packed_query, packed_kv, position_key)
         # Local variables of get_query_key_value_tensors live until it returns.
-        tape.hold([packed_query, packed_kv, rotated_query, rotated_key, position_key])
+        tape.hold([packed_query, packed_kv, position_key, *held])
 
     core = _core(tape, workload, sizes, query, key, value)
     with tape.module("linear_proj"):
@@ -74,6 +64,43 @@ def multi_latent_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden:
     # Local variables of MultiLatentAttention.forward live until it returns.
     tape.hold([kv_combined, compressed_query, query, key, value, core])
     return output
+
+
+def _with_positions(
+    tape: Tape, workload: Workload, sizes: Sizes, packed_query: Value, packed_kv: Value, position_key: Value
+) -> tuple[Value, Value, Value, list[Value]]:
+    """Query, key, value (tokens, heads, width), and what variables hold besides."""
+    mla, width = _latent_sizes(workload.model), workload.model.rotary_width
+    heads = workload.model.num_attention_heads // sizes.tp
+    wide = (sizes.tokens, heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    narrow = (sizes.tokens, heads, mla.v_head_dim)
+    if workload.training.kernels.apply_rope_fusion:
+        # `ApplyMLARotaryEmbQ` turns in place, `ApplyMLARotaryEmbKV` writes both tensors anew.
+        query = tape.view(packed_query, "query", wide)
+        tape.op("rotate_in_place", [packed_query], [query], aliases=True, saves=sequence_ends(tape, sizes))
+        key, value = tape.value("key", wide), tape.value("value", narrow)
+        tape.op("rotate_keys", [packed_kv, position_key], [key, value], saves=sequence_ends(tape, sizes))
+        return query, key, value, []
+    query_content = tape.view(packed_query, "q_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
+    query_position = tape.view(packed_query, "q_pos_emb", (sizes.tokens, heads, mla.qk_pos_emb_head_dim))
+    tape.op("split", [packed_query], [query_content, query_position])
+    key_content = tape.view(packed_kv, "k_no_pe", (sizes.tokens, heads * mla.qk_head_dim))
+    value_content = tape.view(packed_kv, "v", (sizes.tokens, heads * mla.v_head_dim))
+    tape.op("split", [packed_kv], [key_content, value_content])
+    rotated_query = rotary(tape, sizes, query_position, width, interleaved=True)
+    rotated_key = rotary(tape, sizes, position_key, width, interleaved=True)
+    query, key, value = (tape.value(name, shape) for name, shape in (("query", wide), ("key", wide), ("value", narrow)))
+    tape.op("cat", [query_content, rotated_query], [query], aliases=True)
+    tape.op("cat", [key_content, rotated_key], [key], aliases=True)
+    tape.op("contiguous", [value_content], [value], aliases=True)
+    return query, key, value, [rotated_query, rotated_key]
+
+
+def _table_rows(workload: Workload, sizes: Sizes) -> int:
+    """Rows of YaRN's tables: the original positions, or those that a fused kernel turns (`get_cached_cos_sin`)."""
+    if not workload.training.kernels.apply_rope_fusion:
+        return workload.model.original_max_position_embeddings // sizes.cp
+    return sizes.longest if sizes.packed else sizes.sequence
 
 
 def _core(tape: Tape, workload: Workload, sizes: Sizes, query: Value, key: Value, value: Value) -> Value:

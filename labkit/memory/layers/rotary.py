@@ -7,6 +7,8 @@ from labkit.memory.layers.inputs import sequence_ends
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import GRADIENTS, Free, Tape, Value
 
+_AS_MANY_AS_MODULES = 2**20
+
 
 def rotary_table(tape: Tape, sizes: Sizes, width: int) -> None:
     """The table of angles (sequence, width) in fp32 that a `RotaryEmbedding` caches at first use.
@@ -19,6 +21,18 @@ def rotary_table(tape: Tape, sizes: Sizes, width: int) -> None:
         table = tape.value("angles", (own, width), "fp32", grad=False)
         angles = (own, width // 2) if own is whole or sizes.cp == 1 else (whole, width)
         tape.op("rotary_angles", [], [table], temporaries=[tape.buffer("angles_once", angles, "fp32")], caches=32)
+
+
+def yarn_tables(tape: Tape, width: int, rows: int) -> None:
+    """Cosines and sines (rows, width) in the model's dtype, buffers of a `YarnRotaryEmbedding`.
+
+    They are made with the module for its original positions, and are those of the sequence from the first forward on
+    where a fused kernel reads them (`get_cached_cos_sin`).
+    """
+    with tape.module("rotary_pos_emb"):
+        tables = [tape.value(name, (rows, width), grad=False) for name in ("cos_cached", "sin_cached")]
+        wide = tape.buffer("table", (rows, width), "fp32")
+        tape.op("yarn_tables", [], tables, temporaries=[wide, wide], caches=_AS_MANY_AS_MODULES)
 
 
 def fused_rotary(tape: Tape, sizes: Sizes, x: Value) -> Value:
