@@ -299,7 +299,15 @@ def _recompute(workload: Workload) -> dict[str, Any]:
 
 def _kernels(training: Training) -> dict[str, Any]:
     kernels, fuses = training.kernels, training.fuses_activation
+    own = {
+        "masked_softmax_fusion": kernels.masked_softmax_fusion,
+        "attention_softmax_in_fp32": kernels.attention_softmax_in_fp32,
+        "apply_query_key_layer_scaling": kernels.apply_query_key_layer_scaling,
+        "no_persist_layer_norm": not kernels.persist_layer_norm,
+    }
     return {
+        "transformer_impl": kernels.transformer_impl,
+        **(own if kernels.local else {}),
         "attention_backend": AttnBackend[kernels.attention_backend],
         "deterministic_mode": kernels.deterministic_mode,
         "bias_gelu_fusion": fuses,

@@ -76,6 +76,7 @@ _SAME = {
     "kernels": "attention_backend deterministic_mode bias_activation_fusion use_fused_weighted_squared_relu "
     "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion "
     "cross_entropy_fusion_impl",
+    "local_kernels": "masked_softmax_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling persist_layer_norm",
     "expert_kernels": "moe_grouped_gemm moe_token_dispatcher_type moe_permute_fusion moe_router_fusion "
     "moe_shared_expert_overlap",
     "recompute": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
@@ -98,13 +99,13 @@ _OTHER = """
     moe_grouped_gemm moe_flex_dispatcher_backend moe_enable_deepep bf16 use_distributed_optimizer overlap_grad_reduce
     overlap_param_gather ddp_average_in_collective accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe
     create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
-    eval_global_batch_size eval_micro_batch_size
+    eval_global_batch_size eval_micro_batch_size transformer_impl no_persist_layer_norm
 """
 EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())
 """Arguments (`dest`) that become fields, or that `fields` itself judges."""
 
 _MEANING = {
-    "transformer_impl": "taken as Transformer Engine's layers",
+    "transformer_impl": "layers for inference; taken as Transformer Engine's",
     "fp8": "FP8 copies of weights and activations; taken as bf16 throughout",
     "fp8_param_gather": "parameters in FP8; taken as bf16",
     "fp4": "FP4 copies of weights and activations; taken as bf16 throughout",
@@ -341,11 +342,12 @@ class _Mapping:
 
     def _kernels(self, environment: Mapping[str, str]) -> dict[str, Any]:
         kernels = self._same("kernels")
-        backend = kernels["attention_backend"]
-        if backend == "auto" and self.values["transformer_impl"] == "local":
-            kernels["attention_backend"] = "unfused"
-            self.assumed.append("--attention-backend auto: unfused, as Megatron Core's own attention is")
-        elif backend not in ("fused", "flash", "unfused", "auto"):
+        implementation = self.values["transformer_impl"]
+        if implementation == "local":
+            kernels |= {"transformer_impl": implementation, **self._same("local_kernels")}
+        elif implementation != "transformer_engine":
+            self._lose("transformer_impl", _MEANING["transformer_impl"], implementation)
+        if kernels["attention_backend"] not in ("fused", "flash", "unfused", "auto"):
             kernels["attention_backend"] = "unfused"
             self._lose("attention_backend", "taken as unfused")
         kernels["deterministic_attention"] = environment.get(_NONDETERMINISTIC) == "0"

@@ -50,8 +50,7 @@ _REASONS = {
         distributed_backend distributed_timeout_* local_rank lazy_mpu_init nccl_communicator_config_path
         use_tp_pp_dp_mapping use_gloo_process_groups use_sharp sharp_enabled_group high_priority_stream_groups
         high_priority_a2a_comm_stream flight_recorder_* te_rng_tracker inference_rng_tracker fake_process_group""",
-    "what Transformer Engine's layers do not read, or read as a number": """
-        attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion no_persist_layer_norm
+    "what layers do not read, or read as a number": """
         deprecated_use_mcore_models use_flash_attn rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor rotary_scaling_factor mscale mscale_all_dim yarn_beta_* yarn_correction_*""",
     _CONDITIONAL: """

@@ -31,7 +31,7 @@ class State:
             if training.steps_optimizer
         ]
         self._workspace_bytes = training.workspaces
-        self._takes_workspace = takes_workspace_when_built(training.software)
+        self._takes_workspace = takes_workspace_when_built(training.software) and not training.kernels.local
         self.workspaces: set[str] = set()
         """Keys of the library workspaces taken while the model was built (`labkit.memory.library`)."""
         self._batch = [] if training.lora is None else [*tree_tensors(workload)]

@@ -33,8 +33,11 @@ class Refusal(NamedTuple):
 def attention_backend(workload: "Workload") -> Backend:
     """The kernel that the workload's core attention runs: the stated one, or what `auto` becomes.
 
-    Transformer Engine prefers cuDNN's kernel from Hopper on and flash-attention before.
+    Megatron Core's own (`DotProductAttention`) has none, whatever is stated. Transformer Engine prefers cuDNN's kernel
+    from Hopper on and flash-attention before.
     """
+    if workload.training.kernels.local:
+        return "unfused"
     stated = workload.training.kernels.attention_backend
     if stated != "auto":
         return stated

@@ -23,7 +23,9 @@ class LengthChoices(NamedTuple):
     one_sequence: bool
     """One sequence, or sequences of one token: to swap its batch and sequence dimensions is no copy."""
     softmax_kernel: bool
-    """Unfused attention runs Transformer Engine's softmax kernel, not PyTorch's."""
+    """Unfused attention runs its library's softmax kernel, not PyTorch's."""
+    wide_scores: bool
+    """Megatron Core's own attention has more scores of a token than are gathered of it (`GlobalMemoryBuffer`)."""
     prepare_kernel: bool
     """Transformer Engine's own kernel unpacks interleaved queries, keys and values for flash-attention."""
     flash_splits: int
@@ -56,7 +58,8 @@ def length_choices(workload: "Workload") -> LengthChoices:
     )
     return LengthChoices(
         batch == 1 or sequence == 1,
-        workload.training.precision != "fp32" and softmax_kernel_takes(batch, heads, sequence),
+        _has_softmax_kernel(workload, batch, heads, sequence),
+        workload.training.kernels.local and heads * sequence > gathered_width(workload),
         batch * (sequence // cp) >= _FEWEST_PREPARED_ROWS,
         whole,
         half,
@@ -74,6 +77,38 @@ def learned_positions(workload: "Workload") -> int:
 
 def _first(length: Any) -> int:
     return length if isinstance(length, int) else int(length[0])
+
+
+def _has_softmax_kernel(workload: "Workload", batch: int, heads: int, sequence: int) -> bool:
+    kernels = workload.training.kernels
+    if workload.training.precision == "fp32":
+        return False
+    if kernels.local:
+        return kernels.masked_softmax_fusion and local_softmax_kernel_takes(batch, heads, sequence)
+    return softmax_kernel_takes(batch, heads, sequence)
+
+
+def gathered_width(workload: "Workload") -> int:
+    """Elements of a token in the largest tensor that is gathered into Megatron Core's global memory buffer.
+
+    Linears gather their input under sequence parallelism, the allgather dispatcher its tokens.
+    """
+    layout, moe = workload.parallelism, workload.model.mixture_of_experts
+    width = workload.model.hidden_size if layout.sp > 1 else 0
+    senders = layout.ep * layout.etp
+    if moe is not None and workload.training.kernels.moe_token_dispatcher_type == "allgather" and senders > 1:
+        width = max(width, (moe.moe_latent_size or workload.model.hidden_size) * senders // layout.sp)
+    return width
+
+
+def local_softmax_kernel_takes(batch: int, heads: int, sequence: int) -> bool:
+    """Megatron Core's `FusedScaleMaskSoftmax.is_kernel_available` for causal scores.
+
+    A block of APEX's kernel (`get_batch_per_block`) works on whole rows of several heads.
+    """
+    elements = 1 << max(0, sequence - 1).bit_length()
+    in_block = 128 // min(elements, 32) * (2 if elements <= 128 else 1)
+    return 16 < sequence <= 4096 and sequence % 4 == 0 and batch * heads % 4 == 0 and batch * heads % in_block == 0
 
 
 def softmax_kernel_takes(batch: int, heads: int, sequence: int) -> bool:

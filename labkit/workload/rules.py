@@ -13,6 +13,7 @@ from labkit.workload.behaviour import KNOWN, MEGATRON_FSDP_SINCE, version_tuple
 from labkit.workload.caching import allocator_findings
 from labkit.workload.expert_rules import expert_findings
 from labkit.workload.finding import Finding
+from labkit.workload.local_rules import local_findings
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
 from labkit.workload.packing_rules import packing_findings
@@ -32,7 +33,7 @@ def findings(workload: "Workload") -> list[Finding]:
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
-    found += [*packing_findings(workload), *allocator_findings(workload)]
+    found += [*packing_findings(workload), *local_findings(workload), *allocator_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -385,8 +386,12 @@ def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> 
     kinds = {layer.mlp for layer in workload.model.kinds}
     backend = attention_backend(workload)
     # Layers of Transformer Engine have norms of their own where no linear norms its input (`gpt_layer_specs`).
-    local = workload.launch is not None and not {"--transformer-impl", "--spec"}.isdisjoint(workload.launch.words)
-    normed = local or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
+    others = workload.launch is not None and "--spec" in workload.launch.words
+    normed = (
+        workload.training.kernels.local
+        or others
+        or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
+    )
     idle = {
         "core_attn": (
             keeps_no_scores(workload),

@@ -19,8 +19,18 @@ FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Kernels(Part):
     """Choices among Megatron Core's and Transformer Engine's implementations (`TransformerConfig`)."""
 
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """Whose layers: Transformer Engine's or Megatron Core's own, whose attention is unfused."""
     attention_backend: Literal["fused", "flash", "unfused", "auto"] = "fused"
     """`auto`: what Transformer Engine chooses (`labkit.workload.attention_backends`)."""
+    masked_softmax_fusion: bool = True
+    """Own layers: APEX's kernel for mask and softmax where it takes the lengths."""
+    attention_softmax_in_fp32: bool = False
+    """Own layers: without that kernel, softmax in fp32."""
+    apply_query_key_layer_scaling: bool = False
+    """Own layers: scores are scaled by the layer's number, and softmax is in fp32."""
+    persist_layer_norm: bool = True
+    """Own layers: APEX's persistent kernel where it has the hidden size."""
     deterministic_mode: bool = False
     """Deterministic operations throughout (`--deterministic-mode`), attention's included."""
     deterministic_attention: bool = False
@@ -40,6 +50,16 @@ class Kernels(Part):
     moe_permute_fusion: bool = True
     moe_router_fusion: bool = False
     moe_shared_expert_overlap: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Layers are Megatron Core's own."""
+        return self.transformer_impl == "local"
+
+    @property
+    def softmax_in_fp32(self) -> bool:
+        """Own layers' softmax is in fp32 outside of its kernel (`TransformerConfig.__post_init__`)."""
+        return self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
 
     @property
     def attends_deterministically(self) -> bool:
@@ -88,6 +108,8 @@ class Software(Part):
     megatron_core: str = Field(default="0.19.2", max_length=40)
     transformer_engine: str = Field(default="2.20.2", max_length=40)
     torch: str = Field(default="2.14.1", max_length=40)
+    apex: bool = True
+    """APEX is installed, as in NVIDIA's containers."""
 
 
 class WorkspaceBytes(NamedTuple):

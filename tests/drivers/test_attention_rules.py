@@ -25,6 +25,11 @@ ALL_TO_ALL = CONTEXT | {"parallelism.cp_comm_type": "a2a"}
 YARN = {"model.position_embedding_type": "yarn"}
 YARN_LATENT = LATENT | {"model.multi_latent_attention.rope_type": "yarn"}
 FUSED_ROTARY = {"training.kernels.apply_rope_fusion": True}
+LOCAL = {
+    "training.kernels.transformer_impl": "local",
+    "training.kernels.persist_layer_norm": False,
+    "parallelism.sequence_parallel": False,
+}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.num_query_groups": 3}, "3 key-value heads cannot be shared evenly by 8 query heads"),
     (
@@ -77,7 +82,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "no layout of a single token",
     ),
 ]
+REFUSED += [
+    (LOCAL | CONTEXT, "Megatron Core's own attention has no context parallelism"),
+    (LOCAL | LATENT, "Megatron Core's own attention cannot be multi-latent"),
+    (LOCAL | {"training.kernels.persist_layer_norm": True}, "RMSNorm is PyTorch's, which has no such kernel"),
+    (LOCAL | {"parallelism.sequence_parallel": True}, "whose gradients are not reduced under sequence parallelism"),
+    ({"training.software.apex": False}, "linears add up weight gradients with a kernel of APEX, and there is none"),
+]
 NOT_RUN: list[tuple[dict[str, Any], str]] = [
+    (
+        LOCAL | {"training.software.apex": False, "training.kernels.gradient_accumulation_fusion": False},
+        "the kernel for mask and softmax is APEX's",
+    ),
     ({"model.kv_channels": 100}, "the fused kernel takes heads of a multiple of 8 elements up to 256, not 100"),
     (YARN | FUSED_ROTARY, "turns YaRN's positions without a fused kernel"),
     (
@@ -93,6 +109,7 @@ NOT_RUN: list[tuple[dict[str, Any], str]] = [
 ]
 """What compiled code refuses, or labkit alone."""
 ACCEPTED: list[dict[str, Any]] = [
+    LOCAL | {"training.kernels.attention_backend": "flash"},
     WIDE | {"model.num_query_groups": 2},
     WIDE | {"model.num_query_groups": 1, "model.attention_output_gate": True},
     {"model.rotary_percent": 0.4},

@@ -78,7 +78,7 @@ def test_fp16_has_the_sizes_of_bf16_and_a_loss_scaler(server: TraceServer) -> No
         ("--fp8-recipe x", "launch.arguments: argument --fp8-recipe: invalid choice: 'x'"),
         ("--moe-use-upcycling", "launch.arguments: Megatron refuses them: When using upcycling"),
         ("--delay-wgrad-compute", "launch.arguments: Megatron refuses them: overlap_moe_expert_parallel_comm must"),
-        ("--transformer-impl local", "launch.arguments: Megatron refuses them: persist_layer_norm not supported"),
+        ("--transformer-impl local", "--transformer-impl is what a field of the workload says"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(server: TraceServer, argument: str, said: str) -> None:

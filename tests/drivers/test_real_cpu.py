@@ -24,7 +24,10 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 def workload(tensor_parallel: int, recompute: dict[str, Any]) -> Workload:
     """Megatron Core's own layers (`local`) without fusions: the same operators run on the CPU as on a GPU."""
-    unfused = ("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion")
+    unfused = (
+        *("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"),
+        *("cross_entropy_loss_fusion", "masked_softmax_fusion", "persist_layer_norm"),
+    )
     return Workload.from_mapping(
         {
             "model": {
@@ -49,22 +52,15 @@ def workload(tensor_parallel: int, recompute: dict[str, Any]) -> Workload:
             },
             "recompute": recompute,
             "training": {
-                "kernels": {"attention_backend": "unfused", "cross_entropy_loss_fusion": False}
-                | dict.fromkeys(unfused, False),
+                "kernels": {"transformer_impl": "local"} | dict.fromkeys(unfused, False),
+                "software": {"apex": False},
                 "data_parallel": {
                     "overlap_grad_reduce": False,
                     "overlap_param_gather": False,
                     "average_in_collective": False,  # gloo cannot
                 },
             },
-            "launch": {
-                "arguments": [
-                    "--transformer-impl local",
-                    "--no-persist-layer-norm",
-                    "--no-masked-softmax-fusion",
-                    "--distributed-backend gloo",
-                ]
-            },
+            "launch": {"arguments": ["--distributed-backend gloo"]},
         }
     )
 
@@ -113,7 +109,7 @@ def _at(ledger: Ledger, iteration: int, phase: str) -> list[Row]:
 def _on_cpu(rows: list[Row], norms_kept: int) -> Counter[tuple[str, int]]:
     """The trace's rows as a CPU has them: (dtype, bytes)."""
     alive = Counter((DTYPES.get(row.dtype, row.dtype), row.bytes) for row in rows)
-    # APEX's layer norms, as CUDA's, keep mean and inverse deviation of each row in fp32; the CPU's in the dtype of
+    # CUDA's layer norms keep mean and inverse deviation of each row in fp32; the CPU's in the dtype of
     # input and weight (`LayerNormKernelImpl`: `param_scalar_type`).
     tokens = SEQUENCE * MICRO_BATCH
     alive["float32", rounded(4 * tokens)] -= 2 * norms_kept

@@ -20,6 +20,7 @@ from labkit.importers.fields import _MEANING, EXPRESSED
 from labkit.importers.megatron import import_megatron
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
+from labkit.workload.attention_backends import attention_backend
 from labkit.workload.megatron_options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -97,11 +98,15 @@ REFUSED = {
     f"{ROPE} {EXPERTS} --moe-aux-loss-coeff 1e-3 inf": "model.mixture_of_experts.moe_aux_loss_coeff: input should be",
 }
 UNLIKE = {
-    "persist_layer_norm": "of Megatron's own layer norms",
     "tensor_parallel_num_weight_shards": "worked out before the configuration, or in it",
     "expert_tensor_parallel_num_weight_shards": "the same",
 }
 """Fields that differ and decide nothing, besides those whose argument is named in `silent.py`."""
+
+OF_OWN_LAYERS = frozenset(
+    "attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion persist_layer_norm".split()
+)
+"""Fields that Transformer Engine's layers do not read."""
 
 OTHER_NAMES = {
     "moe_router_score_function": "__moe_router_load_balancing_type sinkhorn",  # which takes sigmoids of top-1 scores
@@ -154,6 +159,8 @@ def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str,
         if field not in UNLIKE and not decides_no_memory(field) and f"__{field}" not in said
     }
     experts = one["workload"]["model"]["mixture_of_experts"]
+    if one["workload"]["training"]["kernels"]["transformer_impl"] != "local":
+        differing = {field: values for field, values in differing.items() if field not in OF_OWN_LAYERS}
     if experts is None or one["workload"]["training"]["kernels"]["moe_token_dispatcher_type"] != "flex":
         differing.pop("moe_flex_dispatcher_backend", None)  # of a dispatcher that is not used
     said += " ".join(one["not_priced"]).replace("-", "_")
@@ -227,14 +234,12 @@ def test_loading_and_norms_matter_to_megatron_fsdp_alone(found: dict[str, Found]
     assert unknown["assumed"] == [f"left out, as it decides no memory: --save ({why})"]
 
 
-def test_attention_backend_behind_auto(found: dict[str, Found]) -> None:
-    chosen = {
-        name.split("/")[1]: one["workload"]["training"]["kernels"]["attention_backend"]
-        for name, one in found.items()
-        if name in JOBS
-    }
-    assert chosen["gpt3_mcore_tp1_pp4"] == "unfused"  # Megatron Core's own
-    assert chosen["gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer"] == "auto"
+def test_attention_behind_auto(found: dict[str, Found]) -> None:
+    chosen = {name.split("/")[1]: Workload.from_mapping(found[name]["workload"]) for name in JOBS}
+    own = chosen["gpt3_mcore_tp1_pp4"]
+    assert own.training.kernels.apply_query_key_layer_scaling
+    assert attention_backend(own) == "unfused"
+    assert attention_backend(chosen["gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer"]) == "fused"
 
 
 def test_hybrid_pattern_marks_stages(found: dict[str, Found]) -> None:

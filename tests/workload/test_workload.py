@@ -265,7 +265,9 @@ def test_choices_that_do_nothing_are_warned_about(moonlight: Workload) -> None:
     data = changed(normed, model__multi_latent_attention=None, **DENSE)
     (finding,) = Workload.from_mapping(data).findings
     assert "layernorm saves nothing: the layers' norms are parts of the linears behind them" in str(finding)
-    assert not Workload.from_mapping(data | {"launch": {"arguments": ["--transformer-impl local"]}}).findings[1:]
+    kernels = {"transformer_impl": "local", "persist_layer_norm": False}
+    own = Workload.from_mapping({**data, "training": {"kernels": kernels}, "parallelism": {"world_size": 1}})
+    assert not own.findings
 
 
 def test_full_recompute_supersedes_the_list(moonlight: Workload) -> None:

@@ -8,6 +8,8 @@ import torch
 from labkit.drivers.trace.patches import Replacement
 from labkit.drivers.trace.work import launched
 
+_NORM = "the output and fp32 statistics of each row (aten/src/ATen/native/cuda/layer_norm_kernel.cu)"
+
 
 def replacements() -> Iterator[Replacement]:
     """What a step calls of them; imports Megatron Core."""
@@ -19,6 +21,18 @@ def replacements() -> Iterator[Replacement]:
         "dropout",
         _dropout(torch.nn.functional.dropout),
         "the output and a mask of one byte an element (`native_dropout`), elsewhere noise of the input's dtype",
+    )
+    yield Replacement(
+        torch.nn.functional,
+        "layer_norm",
+        lambda x, shape, weight=None, bias=None, eps=1e-5: _Norm.apply(x, weight, bias),
+        f"{_NORM}; the meta device's makes none contiguous",
+    )
+    yield Replacement(
+        torch.nn.functional,
+        "rms_norm",
+        lambda x, shape, weight=None, eps=None: _Norm.apply(x, weight),
+        f"{_NORM}; the meta device has the composite operators",
     )
     yield Replacement(
         activations.squared_relu,
@@ -69,3 +83,26 @@ class _SquaredReLU(torch.autograd.Function):
         (x,) = context.saved_tensors
         launched(0, gradient, x, x)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+class _Norm(torch.autograd.Function):
+    """`_fused_rms_norm_cuda` with weight and inverse deviation, `layer_norm_cuda` with bias and mean, too.
+
+    Forward and backward make their input contiguous for themselves.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        rows = x.contiguous()
+        output = torch.empty_like(rows)
+        statistics = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in affine]
+        context.save_for_backward(x, *affine, *statistics)
+        launched(0, x, output)
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, *saved = context.saved_tensors
+        rows = x.contiguous()
+        launched(0, gradient, x, x)
+        return torch.empty_like(rows), *(torch.empty_like(parameter) for parameter in saved[: len(saved) // 2])

@@ -200,9 +200,23 @@ def _softmax_in_place() -> Iterator[Replacement]:
         yield Replacement(torch.ops.te_softmax, f"{kernel}_bwd", backward, "nothing: it overwrites the gradient")
 
 
+def _without_apex() -> Iterator[Replacement]:
+    """What Megatron Core's own layers are made of where it finds no APEX."""
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for module in (backends, gpt_layer_specs):
+        yield Replacement(module, "LNImpl", WrappedTorchNorm, "PyTorch's norms: output and fp32 statistics of each row")
+    yield Replacement(layers, "_grad_accum_fusion_available", False, NOTHING)
+
+
 def stated_versions(software: Software) -> Iterator[Replacement]:
     """The habits of the stated versions where the installed ones have others (`labkit.workload.behaviour`)."""
     yield from _sharded_as_stated(software)
+    if not software.apex:
+        yield from _without_apex()
     if not takes_workspace_when_built(software):
         linear = importlib.import_module("transformer_engine.pytorch.module.linear")
         yield Replacement(linear, "get_cublas_workspace", lambda *args: None, "nothing: the first GEMM takes it")

@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 from labkit.memory.layers.core import core_attention
-from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel
+from labkit.memory.layers.linear import column_parallel, norm, norm_parameters, row_parallel, unfused_norm
+from labkit.memory.layers.local import has_torch_norms
 from labkit.memory.layers.prefix_tree import tree_attention
 from labkit.memory.layers.rotary import fused_rotary, rotary
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
-from labkit.workload import Model, Workload
+from labkit.workload import Workload
 
 
 class _Heads(NamedTuple):
@@ -43,21 +44,25 @@ class _Heads(NamedTuple):
 
 
 def self_attention(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
-    """From the residual (shard rows, hidden) through the norm fused into linear_qkv to (shard rows, hidden)."""
+    """From the residual (shard rows, hidden) through the norm fused into linear_qkv to (shard rows, hidden).
+
+    Megatron Core's own layers have the norm before them.
+    """
     model, heads = workload.model, _Heads.of(workload, sizes)
     _parameters(tape, workload, sizes, heads)
     with tape.module("linear_qkv"):
-        normed = norm(tape, model, hidden, sizes.shard, sizes.hidden)
-        width = heads.packed_width // sizes.tp
-        packed = column_parallel(tape, sizes, normed, sizes.hidden, width, adapters=_adapted_parts(workload, sizes))
+        normed = hidden if sizes.local else norm(tape, model, hidden, sizes.shard, sizes.hidden)
+        width, biased = heads.packed_width // sizes.tp, model.add_qkv_bias or model.add_bias_linear
+        adapters = _adapted_parts(workload, sizes)
+        packed = column_parallel(tape, sizes, normed, sizes.hidden, width, biased=biased, adapters=adapters)
     if heads.shared:
         packed = _gather_last_dim(tape, sizes, packed, heads)
     query, key, value, gate = _split(tape, sizes, packed, heads)
     if model.qk_layernorm:
         with tape.module("q_layernorm"):
-            query = _head_norm(tape, model, query)
+            query = _head_norm(tape, workload, query)
         with tape.module("k_layernorm"):
-            key = _head_norm(tape, model, key)
+            key = _head_norm(tape, workload, key)
     if gate is not None:
         gate = _own_heads(tape, _reshaped(tape, gate, heads), heads)
     held = [packed, query, key, *([gate] if gate is not None else [])]
@@ -88,7 +93,8 @@ def _parameters(tape: Tape, workload: Workload, sizes: Sizes, heads: _Heads) -> 
     tape.parameter("linear_proj.weight", (sizes.hidden, heads.query * heads.width))
     if model.add_bias_linear:
         tape.parameter("linear_proj.bias", (sizes.hidden,), replicated=sizes.sp > 1)
-    norm_parameters(tape, model, sizes.hidden, "linear_qkv.layer_norm_", replicated=sizes.sp > 1)
+    if not sizes.local:
+        norm_parameters(tape, model, sizes.hidden, "linear_qkv.layer_norm_", replicated=sizes.sp > 1)
     tape.parameter("linear_qkv.weight", (width, sizes.hidden))
     if model.add_qkv_bias or model.add_bias_linear:
         tape.parameter("linear_qkv.bias", (width,))
@@ -163,14 +169,14 @@ def _own_heads(tape: Tape, x: Value, heads: _Heads) -> Value:
     return own
 
 
-def _head_norm(tape: Tape, model: Model, x: Value) -> Value:
-    """Norm of each head of `x` (tokens, heads, width), which is made contiguous first (`ops/basic/rmsnorm.py`)."""
+def _head_norm(tape: Tape, workload: Workload, x: Value) -> Value:
+    """Norm of each head of `x` (tokens, heads, width), made contiguous first (`ops/basic/rmsnorm.py`, APEX)."""
     tokens, heads, width = x.shape
-    if x.base is not None:
+    if x.base is not None and not (workload.training.kernels.local and has_torch_norms(workload)):
         copy = tape.value("input", x.shape)
         tape.op("contiguous", [x], [copy], aliases=True)
         x = copy
-    rows = norm(tape, model, x, tokens * heads, width)
+    rows = unfused_norm(tape, workload, x, tokens * heads, width)
     out = tape.view(rows, "norm_output", (tokens, heads, width))
     tape.op("view", [rows], [out], aliases=True)
     return out

@@ -1,4 +1,4 @@
-"""The core attention: what Transformer Engine's `DotProductAttention` keeps with each of its kernels.
+"""The core attention: Megatron Core's own, or what Transformer Engine's keeps with each of its kernels.
 
 Source: `transformer_engine/pytorch/attention/dot_product_attention/{dot_product_attention,backends,utils}.py`.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from labkit.memory.layers.context_parallel import FUSED, context_parallel_attention
 from labkit.memory.layers.flash import as_packed, flash_attention, interleaved
 from labkit.memory.layers.inputs import sequence_ends, take_arguments
+from labkit.memory.layers.local_attention import local_attention
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.layers.unfused import unfused_attention
 from labkit.memory.tape import Tape, Value
@@ -22,6 +23,8 @@ def core_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, k
     view is copied first (`get_qkv_layout`).
     """
     take_arguments(tape, workload, sizes)
+    if sizes.local:
+        return local_attention(tape, workload, sizes, query, key, value)
     qkv, backend = [query, key, value], attention_backend(workload)
     if interleaved(qkv) is None or (sizes.cp > 1 and backend == "fused"):
         qkv = [_contiguous(tape, part) for part in qkv]

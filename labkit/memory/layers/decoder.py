@@ -14,7 +14,7 @@ from labkit.memory.layers.embedding import embedding_parameters
 from labkit.memory.layers.ends import back, final_norm, front
 from labkit.memory.layers.gdn import gated_delta_net, head_permutation
 from labkit.memory.layers.inputs import read_batch, take_arguments
-from labkit.memory.layers.linear import bias_dropout_add, norm, norm_parameters
+from labkit.memory.layers.linear import bias_dropout_add, global_buffer, norm_parameters, unfused_norm
 from labkit.memory.layers.mamba import mamba
 from labkit.memory.layers.mla import multi_latent_attention
 from labkit.memory.layers.mlp import dense_mlp
@@ -97,7 +97,10 @@ def _made_once(tape: Tape, workload: Workload, sizes: Sizes, halves: Collection[
             yarn_tables(tape, model.rotary_width, model.original_max_position_embeddings // sizes.cp)
     if model.gated_delta_net is not None and sizes.cp > 1 and "gdn" in halves:
         head_permutation(tape, model.gated_delta_net, sizes)
-    if attention_backend(workload) == "unfused" and not _SCORED.isdisjoint(halves):
+    if sizes.local:
+        if sizes.sp > 1 or sizes.choices.wide_scores:
+            global_buffer(tape, workload, sizes)
+    elif attention_backend(workload) == "unfused" and not _SCORED.isdisjoint(halves):
         causal_mask(tape, sizes)
 
 
@@ -253,7 +256,9 @@ def _tape(workload: Workload) -> Tape:
 
 
 def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: Mixer) -> Value:
-    mixed = hidden if mixer in FUSED_NORM else _norm(tape, workload, sizes, hidden, "input_layernorm")
+    mixed = (
+        hidden if mixer in FUSED_NORM and not sizes.local else _norm(tape, workload, sizes, hidden, "input_layernorm")
+    )
     with tape.module("mixer" if mixer == "mamba" else "self_attention", kind="attention"):
         mixers = MIXERS if sizes.trains else {**MIXERS, **LORA_MIXERS}
         output = mixers[mixer](tape, workload, sizes, mixed)
@@ -265,9 +270,13 @@ def _mixer(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, mixer: M
 
 
 def _mlp(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> Value:
+    normed = _norm(tape, workload, sizes, hidden, "pre_mlp_layernorm") if sizes.local else hidden
     with tape.module("mlp", kind="mlp"):
-        output = dense_mlp(tape, workload, sizes, hidden)
-    return bias_dropout_add(tape, workload, sizes, output, hidden, biased=workload.model.add_bias_linear)
+        output = dense_mlp(tape, workload, sizes, normed)
+    added = bias_dropout_add(tape, workload, sizes, output, hidden, biased=workload.model.add_bias_linear)
+    # `pre_mlp_layernorm_output`, a local variable of TransformerLayer.
+    tape.hold([normed])
+    return added
 
 
 def _no_mlp(tape: Tape, hidden: Value) -> Value:
@@ -292,7 +301,7 @@ def _moe(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, share: Fra
 def _norm(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value, name: str) -> Value:
     with tape.module(name):
         norm_parameters(tape, workload.model, sizes.hidden, replicated=sizes.sp > 1)
-        return norm(tape, workload.model, hidden, sizes.shard, sizes.hidden)
+        return unfused_norm(tape, workload, hidden, sizes.shard, sizes.hidden)
 
 
 def _routed_certainty(routing: Routing | None) -> Certainty:

@@ -1,4 +1,4 @@
-"""Norms and linears of Transformer Engine: what they save, gather and reduce.
+"""Norms and linears of Transformer Engine: what they save, gather and reduce; Megatron Core's own are in `local.py`.
 
 Sources: `transformer_engine/pytorch/module/{linear,layernorm_linear}.py`, `ops/basic/{rmsnorm,layer_norm}.py`.
 A linear saves its input as it got it (the local shard under sequence parallelism) and gathers it again in backward,
@@ -9,14 +9,22 @@ A fused norm-linear behaves as the norm followed by the linear.
 from collections.abc import Sequence
 
 from labkit.memory.layers.adapters import adapted, adapted_row, adapts
+from labkit.memory.layers.local import local_column_parallel, local_norm, local_row_parallel
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.tape import GRADIENTS, Free, Tape, Value
+from labkit.memory.tape import GRADIENTS, Free, Shape, Tape, Value
 from labkit.workload import Model, Workload
 
 
 def norm(tape: Tape, model: Model, x: Value, rows: int, width: int) -> Value:
-    """The model's `normalization` of `x` (rows, width) (`TENorm`, or fused into the linear after it)."""
+    """The model's `normalization` of `x` (rows, width) by Transformer Engine (`TENorm`, or in the linear after it)."""
     return rms_norm(tape, x, rows, width) if model.normalization == "RMSNorm" else layer_norm(tape, x, rows, width)
+
+
+def unfused_norm(tape: Tape, workload: Workload, x: Value, rows: int, width: int) -> Value:
+    """A norm that is a module of its own, as the layers' implementation has it."""
+    if workload.training.kernels.local:
+        return local_norm(tape, workload, x, rows, width)
+    return norm(tape, workload.model, x, rows, width)
 
 
 def norm_parameters(tape: Tape, model: Model, width: int, prefix: str = "", *, replicated: bool) -> None:
@@ -46,9 +54,10 @@ def global_buffer(tape: Tape, workload: Workload, sizes: Sizes, *, experts: bool
     """Rows are gathered in `mpu.get_global_memory_buffer()`: one allocation for the process, as large as the largest.
 
     The head gathers its input under sequence parallelism where the rank has one, the allgather dispatcher its tokens
-    where the rank has `experts`.
+    where the rank has `experts`, Megatron Core's own attention takes a tensor of its scores.
     """
-    shape, moe, senders = (sizes.tokens, sizes.hidden), workload.model.mixture_of_experts, sizes.ep * sizes.etp
+    shape: Shape = (sizes.tokens, sizes.hidden)
+    moe, senders = workload.model.mixture_of_experts, sizes.ep * sizes.etp
     if (
         experts
         and moe is not None
@@ -59,6 +68,9 @@ def global_buffer(tape: Tape, workload: Workload, sizes: Sizes, *, experts: bool
         # Both grow with the tokens: compared for one token.
         if not sizes.head or sizes.sp == 1 or width * senders > sizes.hidden * sizes.sp:
             shape = (sizes.shard * senders, width)
+    if sizes.choices.wide_scores:
+        heads = workload.model.num_attention_heads // sizes.tp
+        shape = (sizes.batch * heads, sizes.sequence, sizes.sequence)
     tape.op("gather_into_global_buffer", [], [], once=tape.buffer("global_memory_buffer", shape))
 
 
@@ -80,14 +92,17 @@ def column_parallel(
     *,
     gathered: bool = False,
     transposed_gradient: bool = False,
+    biased: bool = False,
     adapters: Sequence[int] = (),
 ) -> Value:
     """`x` (shard rows, width) times a weight split over its outputs: (tokens, out_width), out_width per rank.
 
     With `gathered` the input already has all tokens, and so has its gradient. A `transposed_gradient` of the output is
-    copied first (`grad_output_preprocess`). `adapters` are the widths of the parts that have an adapter each in the
-    `lora` runtime.
+    copied first (`grad_output_preprocess`). `biased` where it adds a bias, which Transformer Engine's product does in
+    one. `adapters` are the widths of the parts that have an adapter each in the `lora` runtime.
     """
+    if sizes.local:
+        return local_column_parallel(tape, sizes, x, width, out_width, gathered=gathered, biased=biased)
     gathers = sizes.sp > 1 and not gathered
     if sizes.lora is not None and not adapts(tape, sizes):
         return _frozen_gemm(tape, sizes, x, out_width, gathers=gathers)
@@ -117,6 +132,8 @@ def column_parallel(
 
 def row_parallel(tape: Tape, sizes: Sizes, x: Value, width: int) -> Value:
     """`x` (tokens, width per rank) times a weight split over its inputs, reduced to (shard rows, hidden)."""
+    if sizes.local:
+        return local_row_parallel(tape, sizes, x, width)
     out = tape.value("output", (sizes.shard, sizes.hidden))
     partial = tape.buffer("partial_output", (sizes.tokens, sizes.hidden))
     gathered = tape.buffer("gathered_gradient", (sizes.tokens, sizes.hidden))

@@ -37,6 +37,8 @@ class Sizes:
     """Tokens of each packed sequence, over all context-parallel ranks; empty where each sequence is a row of its own.
 
     Packed ones are one row of the batch. Those of the `lora` runtime are not meant."""
+    local: bool
+    """Layers are Megatron Core's own."""
     lora: Lora | None
     """Weights are frozen and linears have adapters; None: weights train."""
     head: bool = True
@@ -104,5 +106,6 @@ class Sizes:
             masked=batch.create_attention_mask_in_dataloader,
             softmax_in_place=softmax_gradient_in_place(workload.training.software),
             packed=workload.packed_lengths,
+            local=workload.training.kernels.local,
             lora=workload.training.lora,
         )
