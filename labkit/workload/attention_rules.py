@@ -132,6 +132,8 @@ def _rotary(workload: "Workload") -> Iterator[Finding]:
 
 
 def _kernels(workload: "Workload") -> Iterator[Finding]:
+    if workload.training.kernels.local:
+        return  # `labkit.workload.local_rules`
     refused = backend_refusal(workload, attention_backend(workload))
     if refused is not None:
         yield Finding("error", *refused)
