@@ -76,6 +76,12 @@ def _attention(workload: "Workload") -> Iterator[_Refusal]:
         "Megatron Core's own attention has no context parallelism",
         f"use 1 or {_IMPL}: transformer_engine",
     )
+    yield _Refusal(
+        workload.batch.packed is not None,
+        "batch.packed",
+        "Megatron Core's own attention takes no packed sequences",
+        f"leave it out or use {_IMPL}: transformer_engine",
+    )
     if layout.cp == 1 and model.num_attention_heads % layout.tp == 0 and not workload.training.software.apex:
         yield _Refusal(
             length_choices(workload).softmax_kernel,

@@ -11,7 +11,7 @@ from labkit.memory.layers.embedding import (
     word_weight,
 )
 from labkit.memory.layers.inputs import batch_tensor
-from labkit.memory.layers.linear import global_buffer, norm, norm_parameters
+from labkit.memory.layers.linear import global_buffer, norm, norm_parameters, unfused_norm
 from labkit.memory.layers.loss import cross_entropy, mean_loss
 from labkit.memory.layers.mtp import prediction_losses, predictions
 from labkit.memory.layers.sizes import Sizes
@@ -49,6 +49,9 @@ def final_norm(tape: Tape, workload: Workload, sizes: Sizes, hidden: Value) -> V
     model = workload.model
     with tape.module("decoder"), tape.module("final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"):
         norm_parameters(tape, model, sizes.hidden, replicated=sizes.sp > 1)
+        if model.mixture_of_experts is not None:
+            return unfused_norm(tape, workload, hidden, sizes.shard, sizes.hidden)
+        # Of dense models Transformer Engine's, whoever's their layers are (`transformer_block.LayerNormImpl`).
         return norm(tape, model, hidden, sizes.shard, sizes.hidden)
 
 
