@@ -106,12 +106,18 @@ class _Meters:
         return self._once[at]
 
     def go(
-        self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse, frees: frozenset[str]
+        self,
+        backward: bool,
+        before: Attributes,
+        opens: frozenset[int],
+        cache: CacheUse,
+        frees: frozenset[str],
+        graphs: int,
     ) -> "_Outcome":
         """A pass: see `Script.go`."""
-        key = backward, before, opens, cache, frees
+        key = backward, before, opens, cache, frees, graphs
         if key not in self._outcomes:
-            steps, left, after = self.script.go(backward, before, opens, cache, frees)
+            steps, left, after = self.script.go(*key)
             change = self._numbers.total(self._sizes, steps)
             self._outcomes[key] = _Outcome(change, sum(self._sizes[slot] for slot in left), after)
         return self._outcomes[key]
@@ -263,12 +269,16 @@ class Meter:
                 if last is not None:
                     repeats = min(repeats, max(left - 1, 1))
                 frees = last if last is not None and left == 1 else [_NO_NAMES] * len(meters)
+                graphs = [0] * len(meters)
+                if not backward and number == chunk.last_graph[0]:
+                    repeats = min(repeats, max(left - 1, 1))
+                    graphs[chunk.last_graph[1]] = chunk.graphs if left == 1 else 0
                 peak: Any = 0
                 net: Any = 0
-                for each, opened, names in zip(meters, opens, frees, strict=True):
+                for each, opened, names, ends in zip(meters, opens, frees, graphs, strict=True):
                     attributes = before.get(id(each.script))
                     use = self._use(each, warm, repeats) if each.script.caches and not backward else None
-                    outcome = each.go(backward, attributes or NO_ATTRIBUTES, opened, use, names)
+                    outcome = each.go(backward, attributes or NO_ATTRIBUTES, opened, use, names, ends)
                     peak = larger(peak, net + outcome.change.peak)
                     net = net + outcome.change.net
                     if attributes is not None:
@@ -278,6 +288,8 @@ class Meter:
                 left -= repeats
         for slot in () if backward else chunk.passing:
             self.level = self.level - _meters(chunk.ends[0], self._numbers).size(slot)
+        if not backward and chunk.graphs > 1:
+            after = {script: attributes.of_this_pass for script, attributes in after.items()}
         return freed, after
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:

@@ -5,7 +5,7 @@ operation's backward makes the gradients of its inputs, then lets go of its outp
 gradients that meet are added in place where nothing else needs the one that came first (`InputBuffer::accumulate`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from labkit.memory.library import workspaces
 from labkit.memory.recompute import Region
@@ -17,6 +17,7 @@ from labkit.memory.script import (
     DUMMY,
     FOLLOW,
     GRADIENT_OUT,
+    GRAPH,
     HOLD,
     INPUT,
     KEEP,
@@ -106,6 +107,9 @@ class _Player:
                 self._dropped.setdefault(region.last, []).append(region)
         self._bounds = {bound for region in found for bound in (region.first, region.last, region.until)}
         """Operations where something happens to a region in backward."""
+        in_graph = (at for at, op in enumerate(tape.ops) if op.node_keeps and self._innermost(at) is None)
+        self._last_of_graph = max(in_graph, default=-1)
+        """The last operation whose node keeps something in the chunk's graph."""
         self._order = tape.backward_order()
         self._ends: dict[int, list[Value]] = {}
         kept, batch = None if tape.exit is None else tape.exit.storage, set(tape.batch.values())
@@ -246,22 +250,44 @@ class _Player:
                 self._make(value)
         if keep:
             self._saved[index] = [self._retain(self._storages[value.storage]) for value in op.saves]
-        if op.persists:
-            self._steps.append((LET_GO, -1, f"{index} graph"))
-        for value in op.persists:
-            key = f"{index} {value.name}"
-            self._steps.append((LET_GO, -1, key))
-            self._hold(self._storages[value], key)
-        for value in op.node_keeps if keep else ():
-            self._hold(self._storages[value], f"{index} graph")
-        for value in op.keeps:
-            self._hold(self._storages[value.storage], OUTPUTS)
+        self._set_attributes(index, keep)
         for _, slot in temporaries:
             self._steps.append((CLOSE, slot, ""))
         for value in self._ends.get(index, ()):
             # In a replay, what was made before the region belongs to the pass outside it.
             if value.made >= self._replayed_from:
                 self._release(self._storages[value])
+
+    def _set_attributes(self, index: int, keep: bool) -> None:
+        """What outlives the pass: the module's attributes, instead of those of its last forward, and the caller's."""
+        op = self._tape.ops[index]
+        if op.persists:
+            self._steps.append((LET_GO, -1, f"{index} graph"))
+        if index == self._last_of_graph:
+            self._steps.append((LET_GO, -1, GRAPH))
+        for value in op.persists:
+            key = f"{index} {value.name}"
+            self._steps.append((LET_GO, -1, key))
+            self._hold(self._storages[value], key)
+        for storage, key in self._kept_by_nodes(index) if keep and op.node_keeps else ():
+            self._hold(storage, key)
+        for value in op.keeps:
+            self._hold(self._storages[value.storage], OUTPUTS)
+
+    def _kept_by_nodes(self, index: int) -> Iterator[tuple[_Storage, str]]:
+        """What the operation's attributes lead to: its node in the graph, and those of the same graph before it.
+
+        A checkpoint's replay has a graph of its own, everything else is in the chunk's.
+        """
+        region = self._innermost(index)
+        if region is None:
+            for value in self._tape.ops[index].node_keeps:
+                yield self._storages[value], GRAPH
+            return
+        for before in range(region.first, index + 1):
+            if self._innermost(before) is region:
+                for value in self._tape.ops[before].node_keeps:
+                    yield self._storages[value], f"{index} graph"
 
     def _make(self, value: Value) -> None:
         """Give an output its memory: its discarded storage again if it has one, else a new one."""
@@ -396,11 +422,13 @@ class _Player:
         persists = self._tape.ops[index].persists
         return any(value.differentiable for value in persists) and self._innermost(index) is region
 
-    def _innermost(self, index: int) -> Region:
+    def _innermost(self, index: int) -> Region | None:
         """The innermost checkpoint around an operation."""
         around = (region for regions in self._ending.values() for region in regions)
         return min(
-            (each for each in around if each.first <= index <= each.last), key=lambda each: each.last - each.first
+            (each for each in around if each.first <= index <= each.last),
+            key=lambda each: each.last - each.first,
+            default=None,
         )
 
     def _replay(self, region: Region, within: frozenset[Region]) -> list[_Storage]:

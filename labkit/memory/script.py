@@ -34,6 +34,10 @@ CALLER, SENT_GRADIENT, OUTPUTS = "caller", "caller: sent gradient", "caller: out
 the next one, outputs until all is done."""
 CALLERS = frozenset((CALLER, SENT_GRADIENT, OUTPUTS))
 
+GRAPH = "graph of the chunk"
+"""Key of what autograd's graph of a chunk's pass keeps beyond its backward: in each forward the chunk's last unit with
+this key lets go, at its LET_GO, of all that the units have held since the forward before."""
+
 OF_CHUNK = "chunk: "
 """Begins the keys of what every model chunk of the process allocates once (a module outside the layers)."""
 DUMMY = "dummy weight gradient"
@@ -91,6 +95,15 @@ class Attributes(NamedTuple):
     """Those among them that their pass is done with."""
     over: frozenset[int] = frozenset()
     """Micro-batches among theirs whose backward has run."""
+
+    @property
+    def of_this_pass(self) -> "Attributes":
+        """The same without what the graphs of earlier passes have kept."""
+        held = tuple((key, tensor) for key, tensor in self.held if key != GRAPH or tensor[0] == 0)
+        if len(held) == len(self.held):
+            return self
+        tensors = {tensor for _, tensor in held}
+        return Attributes(held, self.done & tensors, self.over & {microbatch for microbatch, _ in tensors})
 
     def later(self, by: int) -> "Attributes":
         """The same seen from `by` micro-batches later."""
@@ -177,8 +190,19 @@ class Script:
     def _passed(self) -> dict[object, Passed]:
         return {}
 
+    @cached_property
+    def has_graph(self) -> bool:
+        """Its forward holds something as `GRAPH`."""
+        return any(code == HOLD and key == GRAPH for code, _, key in self.forward)
+
     def go(
-        self, backward: bool, before: Attributes, opens: frozenset[int], cache: CacheUse, frees: frozenset[str]
+        self,
+        backward: bool,
+        before: Attributes,
+        opens: frozenset[int],
+        cache: CacheUse,
+        frees: frozenset[str],
+        graphs: int = 0,
     ) -> Passed:
         """A pass.
 
@@ -188,10 +212,11 @@ class Script:
             opens: slots of what the process allocates in it for the first time.
             cache: how it uses caches.
             frees: names of the batch's tensors that nothing keeps but this pass.
+            graphs: of how many units it lets go of what they have held as `GRAPH`, each as much as this one.
         """
-        key = backward, before, opens, cache, frees
+        key = backward, before, opens, cache, frees, graphs
         if key not in self._passed:
-            run = _Run(self, before)
+            run = _Run(self, before, graphs)
             run.go(self.backward if backward else self.forward, opens, cache, frees)
             after = run.after_backward() if backward else run.attributes
             self._passed[key] = Passed(run.steps, run.left, after)
@@ -225,11 +250,12 @@ class Script:
 class _Run:
     """Goes through a pass of a script, as `labkit.memory.writer.Writer` does with entries."""
 
-    def __init__(self, script: Script, before: Attributes) -> None:
+    def __init__(self, script: Script, before: Attributes, graphs: int) -> None:
         self.steps: list[int] = []
         self.left: list[int] = []
         """Slots freed of micro-batches that were over."""
         self._script = script
+        self._graphs = graphs
         self._held: dict[str, list[Tensor]] = {}
         self._holders: Counter[Tensor] = Counter()
         """Of each tensor, how many times attributes hold it."""
@@ -258,10 +284,10 @@ class _Run:
                 self._close(slot)
             elif code == HOLD and key not in CALLERS:
                 self._hold(key, (0, slot))
+            elif code == LET_GO and key == GRAPH:
+                self._let_go_of_graphs()
             elif code == LET_GO:
-                let_go = self._held.pop(key, [])
-                self._holders -= Counter(let_go)
-                for tensor in let_go:
+                for tensor in self._no_longer_held(key):
                     self._let_go(tensor)
             elif code == CACHE and cache is not None:
                 self._make(slot)
@@ -300,9 +326,25 @@ class _Run:
         else:
             self.steps.append(~slot)
 
-    def _let_go(self, tensor: Tensor) -> None:
+    def _no_longer_held(self, key: str) -> list[Tensor]:
+        held = self._held.pop(key, [])
+        self._holders -= Counter(held)
+        return held
+
+    def _let_go_of_graphs(self) -> None:
+        if not self._graphs:
+            return
+        held = self._no_longer_held(GRAPH)
+        for tensor in held:
+            if tensor[0] == 0:
+                self._hold(GRAPH, tensor)
+        for tensor in held:
+            if tensor[0]:
+                self._let_go(tensor, self._graphs)
+
+    def _let_go(self, tensor: Tensor, times: int = 1) -> None:
         if tensor in self._done and tensor not in self._holders:
             self._done.remove(tensor)
-            self.steps.append(~tensor[1])
+            self.steps += [~tensor[1]] * times
             if tensor[0] in self._over:
-                self.left.append(tensor[1])
+                self.left += [tensor[1]] * times

@@ -131,7 +131,8 @@ class Op:
     persists: tuple[Value, ...]
     """Values kept as module attributes until the module's next forward replaces them."""
     node_keeps: tuple[Value, ...]
-    """What its autograd node has as Python attributes: kept as long as what `persists`, which leads to the node."""
+    """What its autograd node has as Python attributes: kept as long as what `persists`, which leads to the node, or
+    what does of a later operation in the same graph."""
     caches: int
     """Its outputs go to a cache of this many entries shared by all layers; 0: no cache."""
     once: Value | None

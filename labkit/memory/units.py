@@ -95,6 +95,22 @@ class Chunk:
         return [script for script in scripts.values() if script.has_attributes]
 
     @cached_property
+    def graphs(self) -> int:
+        """How many of its units hold something as `GRAPH`."""
+        return sum([unit.script.has_graph for stretch in self.stretches for unit in stretch.units * stretch.times])
+
+    @cached_property
+    def last_graph(self) -> tuple[int, int]:
+        """Number of the last stretch that has one, and its place there; -1 where none has."""
+        places = [
+            (number, place)
+            for number, stretch in enumerate(self.stretches)
+            for place, unit in enumerate(stretch.units)
+            if unit.script.has_graph
+        ]
+        return max(places, default=(-1, -1))
+
+    @cached_property
     def keepers(self) -> dict[int, list[frozenset[str]]]:
         """For each unit of a stretch, by its number, the tensors of the batch that its backward is the last to need.
 

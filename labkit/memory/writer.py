@@ -13,6 +13,7 @@ from labkit.memory.script import (
     DONE,
     FOLLOW,
     GRADIENT_OUT,
+    GRAPH,
     HOLD,
     INPUT,
     LEAVE,
@@ -66,6 +67,10 @@ class Writer:
         """Those that variables have let go of since the last pass."""
         self._goes_on: int | None = None
         """The entry with which the first tensor of a pass goes on."""
+        self._graphs: list[int] = []
+        """Entries that the graph of the pass before has kept, until attributes lead to another."""
+        self._ends_graphs = False
+        """The unit that runs is the last that has such attributes."""
         self._token_count = -1
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
@@ -128,10 +133,13 @@ class Writer:
         hidden = self._handed_on
         begins = Boundary("input", index, microbatch)
         self._take_over(begins)
+        self._graphs = self._held.pop((index, -1, GRAPH), [])
+        last = max((place for place, unit in enumerate(chunk.units) if unit.script.has_graph), default=-1)
         for position, unit in enumerate(chunk.units):
             frame = [0] * len(unit.script.slots)
             frame[INPUT] = hidden
             frames.append(frame)
+            self._ends_graphs = position == last
             self._run(unit, unit.script.forward, frame, (index, position), batch)
             if unit.script.output is not None:
                 hidden = frame[unit.script.output]
@@ -185,6 +193,8 @@ class Writer:
                 self._hold(frame[slot], self._holder(at, key))
             elif code == FOLLOW:
                 self._follow(frame[unit.script.output or 0], frame[slot], self._holder(at, key))
+            elif code == LET_GO and key == GRAPH:
+                self._let_go_of_graphs()
             elif code == LET_GO:
                 for number in self._held.pop(self._holder(at, key), ()):
                     self._let_go(number)
@@ -221,7 +231,16 @@ class Writer:
             self._book.close(self._left.pop(index))
 
     def _holder(self, at: tuple[int, int], key: str) -> tuple[int, int, str]:
+        if key == GRAPH:
+            return at[0], -1, key
         return (-1, -1, key) if key in CALLERS else (*at, key)
+
+    def _let_go_of_graphs(self) -> None:
+        """The last attribute that led to the graph of the pass before leads to that of this one."""
+        if self._ends_graphs:
+            for number in self._graphs:
+                self._let_go(number)
+            self._graphs = []
 
     def _hold(self, number: int, holder: tuple[int, int, str]) -> None:
         self._held.setdefault(holder, []).append(number)

@@ -12,6 +12,7 @@ from labkit.memory.ranges import ranged
 from labkit.summary import breakdown
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
+from tests.memory.grid import workload
 from tests.published import PEAKS_GB
 from tests.small import small
 
@@ -147,6 +148,18 @@ def test_attention_run_again_for_nothing_is_said_with_its_cost() -> None:
     assert more > 0
     assert f"core_attn adds {more / 2**30:.3f} GiB to the peak and runs" in estimated.summary.warnings[-1]
     assert not without.summary.warnings
+
+
+def test_handles_live_until_the_last_layer_leads_to_another_graph() -> None:
+    """HybridEP's nodes keep them, and the last layer's probabilities lead to the nodes of all layers before it."""
+    rows = estimate(workload("moe: flex")).ledger.rows
+    maps = sorted((row for row in rows if row.tensor == "dense_to_expert_map"), key=lambda row: row.born)
+    layers = len({row.module for row in maps})
+    assert layers == 2
+    for earlier, later in zip(maps, maps[layers:], strict=False):
+        last = next(row for row in maps if row.born >= later.born and row.module == maps[layers - 1].module)
+        assert earlier.dies is not None
+        assert last.born < earlier.dies < last.born + 20
 
 
 def test_rows_that_depend_on_routing_say_so(control: Estimate) -> None:

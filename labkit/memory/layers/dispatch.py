@@ -288,8 +288,9 @@ class AllGather(_Permuting):
 class HybridEP:
     """One fused kernel permutes and exchanges (`MoEFlexTokenDispatcher` with `_HybridEPManager`, `fused_a2a.py`).
 
-    Its symmetric buffers are its own, outside PyTorch's allocator. The handle's tensors were seen on an H200; they live
-    on with the module, whose attribute leads to the autograd node that keeps them.
+    Its symmetric buffers are its own, outside PyTorch's allocator. The handle's tensors were seen on an H200; they
+    live on with the module, whose attribute leads to the autograd node that keeps them, and from there to those of all
+    layers before it in the same graph.
     """
 
     def __init__(self, context: Context) -> None:

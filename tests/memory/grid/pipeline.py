@@ -39,6 +39,7 @@ THREE = {
     "model.mixture_of_experts.moe_layer_freq": 1,
     "batch.global_batch_size": 18,
 }
+FLEX = {"training.kernels.moe_token_dispatcher_type": "flex"}
 TENSOR = {
     "parallelism.world_size": 4,
     "parallelism.tensor_model_parallel_size": 2,
@@ -108,6 +109,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "interleaved, tensor and expert ranks": INTERLEAVED | TENSOR,
     "interleaved, every small label": INTERLEAVED | {"labels": ["layernorm", "mla_up_proj", "moe_act", "mlp"]},
     "interleaved, full uniform 1": INTERLEAVED | {"full": ("uniform", 1)},
+    "interleaved, tensor and expert ranks, flex": INTERLEAVED | TENSOR | FLEX,
+    "flex, few micro-batches, full block 1": FOUR | FLEX | {"batch.global_batch_size": 3, "full": ("block", 1)},
     "moe": {"labels": ["moe"]},
     "core_attn, dense": DENSE | {"labels": ["core_attn"]},
     "full uniform 1": {"full": ("uniform", 1)},
