@@ -9,6 +9,23 @@ import polars as pl
 from labkit.report.data import display_labels, relabelled
 
 _LONGEST_FAILURE = 600
+ENDS = {
+    "ok": "would not fit",
+    "oom": "ran out of memory",
+    "cuda_error": "ended in a CUDA error",
+    "collective_timeout": "had ranks that waited too long for each other",
+    "rank_died": "lost a rank",
+    "non_finite": "came to a loss or gradients that are not finite",
+    "wrong_world_size": "had the wrong number of ranks",
+    "failed": "failed",
+    "killed": "was killed",
+    "timed_out": "took too long",
+    "out_of_host_memory": "needed too much host memory",
+    "unsupported": "is not supported",
+    "refused": "is refused by a rule",
+    "missing": "has no result",
+}
+"""What came of a cell (`labkit.drivers.contract.Outcome`), as a sentence goes on."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +69,11 @@ def failures(cells: pl.DataFrame) -> Prose:
     Args:
         cells: a study's `cells` frame: candidate, source, outcome, failure.
     """
-    words = {
-        "ok": "would not fit",
-        "oom": "ran out of memory",
-        "failed": "failed",
-        "timed_out": "took too long",
-        "out_of_host_memory": "needed too much host memory",
-        "unsupported": "is not supported",
-        "missing": "has no result",
-    }
     named = relabelled(cells, display_labels(cells["candidate"])).filter(pl.col("failure").is_not_null())
     alike: dict[tuple[str, str, str], list[str]] = {}
     for row in named.iter_rows(named=True):
         alike.setdefault((row["source"], row["outcome"], _shortened(row["failure"])), []).append(row["candidate"])
-    said = [f"{'; '.join(who)} ({source}) {words[how]}: {why}." for (source, how, why), who in alike.items()]
+    said = [f"{'; '.join(who)} ({source}) {ENDS[how]}: {why}." for (source, how, why), who in alike.items()]
     return Prose(tuple(said), "list") if said else Prose(("No cell failed.",), "note")
 
 

@@ -33,10 +33,13 @@ _DECISION = {
 _ACCURACY = {
     "candidate": "Recompute",
     "published_peak": "published",
+    "measured_peak": "measured",
     "traced_peak": "traced",
-    "traced_error": "traced, %",
+    "traced_error": "from published, %",
+    "traced_measured_error": "from measured, %",
     "estimated_peak": "estimated",
-    "estimated_error": "estimated, %",
+    "estimated_error": "from published, %",
+    "estimated_measured_error": "from measured, %",
     "traced_static": "traced, GiB",
     "static_difference": "estimated less traced, MiB",
     "traced_retained": "traced, GiB",
@@ -105,7 +108,7 @@ def decision(frame: pl.DataFrame) -> GT:
 
 
 def accuracy(cells: pl.DataFrame) -> GT:
-    """How far estimate and trace are from the published peaks, and the estimate from the trace.
+    """How far estimate and trace are from the published and the measured peaks, and the estimate from the trace.
 
     Args:
         cells: a study's `cells` frame.
@@ -119,7 +122,7 @@ def accuracy(cells: pl.DataFrame) -> GT:
             pl.col("between_steps_bytes").alias(f"{source}_static"),
             pl.col("retained_bytes").alias(f"{source}_retained"),
         )
-        for source in ("estimated", "traced", "published")
+        for source in _PEAKS
     }
     joined = named.select("candidate").unique(maintain_order=True)
     for frame in sources.values():
@@ -127,22 +130,26 @@ def accuracy(cells: pl.DataFrame) -> GT:
     shown = joined.select(
         "candidate",
         "published_peak",
+        "measured_peak",
         "traced_peak",
         "traced_error",
+        (pl.col("traced_peak") / pl.col("measured_peak") - 1).alias("traced_measured_error"),
         "estimated_peak",
         "estimated_error",
+        (pl.col("estimated_peak") / pl.col("measured_peak") - 1).alias("estimated_measured_error"),
         "traced_static",
         static_difference=pl.col("estimated_static") - pl.col("traced_static"),
         traced_retained="traced_retained",
         retained_difference=(pl.col("estimated_retained") / pl.col("traced_retained") - 1).fill_nan(None),
     )
     shown = _known(shown, "published_peak", "traced_error", "estimated_error")
+    shown = _known(shown, "measured_peak", "traced_measured_error", "estimated_measured_error")
     peaks = [name for name in shown.columns if name.endswith(("_peak", "_error"))]
     errors = [name for name in peaks if name.endswith("_error")]
     gib = [name for name in (*peaks, "traced_static", "traced_retained") if name not in errors]
     return (
         _table(shown, "accuracy")
-        .tab_spanner(f"Peak, GiB{', and its distance from published, %' if errors else ''}", columns=peaks)
+        .tab_spanner(f"Peak, GiB{', and its distance from others, %' if errors else ''}", columns=peaks)
         .tab_spanner("Between steps", columns=["traced_static", "static_difference"])
         .tab_spanner("Retained by forward", columns=["traced_retained", "retained_difference"])
         .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)

@@ -1,10 +1,14 @@
 import re
+from typing import get_args
 
 import polars as pl
 import pytest
 from great_tables import GT
 
+from labkit.drivers.contract import Outcome
 from labkit.report import prose, tables
+from labkit.report.data import OUTCOMES
+from labkit.report.prose import ENDS
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
 from tests.report import frames
@@ -44,6 +48,21 @@ def test_decision_says_what_failed_and_what_is_missing() -> None:
 def test_accuracy_sets_estimate_and_trace_against_the_published_peak() -> None:
     control = body(tables.accuracy(frames.cells()))[0]
     assert control == ["[]", "34.103", "34.175", "+0.21", "34.049", "-0.16", "20.996", "0.0", "8.382", "0.00"]
+
+
+def test_accuracy_sets_estimate_and_trace_against_the_measured_peak() -> None:
+    cells = frames.cells()
+    gpus = cells.filter(source="traced").with_columns(
+        source=pl.lit("measured"), peak_allocated_bytes=(pl.col("peak_allocated_bytes") / 1.01).cast(pl.Int64)
+    )
+    control = body(tables.accuracy(pl.concat([cells, gpus])))[0]
+    assert control[1:9] == ["34.103", "33.836", "34.175", "+0.21", "+1.00", "34.049", "-0.16", "+0.63"]
+
+
+def test_every_outcome_has_its_words() -> None:
+    outcomes = {*get_args(Outcome), "missing"}
+    assert set(OUTCOMES) == outcomes
+    assert set(ENDS) == outcomes
 
 
 def test_accuracy_lacks_only_what_was_not_published() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labkit.drivers.trace.server import TraceServer
+from labkit.drivers.trace.server import Limits, TraceServer
 from labkit.study import Study
 from labkit.study.runner import Event, EventKind
 from labkit.study.status import examine
@@ -368,3 +368,25 @@ def test_the_traces_processes_killed_at_random_moments(tmp_path: Path) -> None:
             assert visible(study.store) == sorted(study.store.directory.iterdir())
             assert study.results().cells.select(expected.columns).equals(expected)
     assert failures >= 25
+
+
+@pytest.mark.faults
+def test_a_trace_that_hangs_is_ended_at_its_limit_and_the_rest_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(STUDY))
+    study = Study.load(path)
+    hung: list[int] = []
+
+    def hang(event: Event) -> None:
+        if event.kind is EventKind.PHASE and not hung:
+            traces = [pid for pid, name in descendants(os.getpid()) if "trace.worker" in name]
+            hung.append(max(traces))  # the child: its worker came before it
+            os.kill(hung[0], signal.SIGSTOP)
+
+    status = study.run(workers=1, limits=Limits(seconds=20), on_event=hang)
+    assert [each.state for each in status.cells] == ["failed", "done", "done"]
+    assert "was ended in" in status.cells[0].detail
+    assert "it took more than 20 s" in status.cells[0].detail
+    assert study.results().cells.filter(source="traced")["outcome"].to_list() == ["timed_out", "ok", "ok"]
+    assert study.run(workers=1).count("done") == 3
+    assert visible(study.store) == sorted(study.store.directory.iterdir())
