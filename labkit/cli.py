@@ -167,6 +167,36 @@ def trace(
 
 
 @app.command()
+def plan(
+    workload: WorkloadArgument,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Such as 80GB, 74.5GiB or h200-141gb.", show_default="its GPU's"),
+    ] = None,
+    *,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Also other layouts of its GPUs, and smaller micro-batches.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="STUDY.yaml", parser=_path, help="Also write the study to confirm it."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say which recompute choice to try first: all that can run, priced, and what their replay costs."""
+    from labkit.plan import Budget, advise
+    from labkit.workload import Workload
+
+    checked = Workload.load(workload)
+    advice = advise(checked, None if budget is None else Budget.read(budget), settings=settings)
+    if output is not None:
+        from labkit.files import write_atomically
+
+        write_atomically(output, advice.study_text)
+    _show(advice, json)
+
+
+@app.command()
 def measure(
     workload: WorkloadArgument,
     *,

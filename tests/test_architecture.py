@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "drivers": TABLE | {"drivers"},
     "importers": GROUND | {"console", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
+    "plan": TABLE | {"memory", "plan"},
     "report": TABLE | {"console", "report"},
-    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "report"},
+    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "plan", "report"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

@@ -51,6 +51,8 @@ class Outline(NamedTuple):
     """Alive when the steady iteration begins."""
     retained_bytes: Any
     """What the steady forwards before the first backward leave for theirs."""
+    set_up_bytes: Any
+    """Alive when the first iteration begins."""
 
     @property
     def peak_bytes(self) -> int:
@@ -88,6 +90,7 @@ def outline_of(model: list[Chunk], workload: Workload, stage: int, numbers: Numb
         [PhaseLevel(iteration, phase, peak) for (iteration, phase), peak in books.peaks.items()],
         books.between,
         books.retained,
+        books.set_up_level,
     )
 
 
@@ -98,6 +101,7 @@ class _Levels:
         self.peaks: dict[tuple[int, str], Any] = {}
         self.between: Any = 0
         self.retained: Any = 0
+        self.set_up_level: Any = 0
         self._state = state
         self._meter = meter
         self._larger = larger
@@ -114,6 +118,8 @@ class _Levels:
         self.end_phase()
         if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
+            if not self._iteration:
+                self.set_up_level = self._meter.level
         if phase == "backward" and (iteration, phase) not in self.peaks:
             kept = self._meter.kept_by_schedule.items()
             self.retained = self.retained + sum(nbytes for tensor, nbytes in kept if tensor.is_retained)

@@ -1,0 +1,342 @@
+"""Which recompute choice to try first for a workload, and why: all that can run, priced, ranked by what replay costs.
+
+A choice fits where its peak with the estimate's margin is within the budget. Of those that fit the cheapest replay is
+first; where the workload fits as it is, the one that saves most for its cost. Costs are lower bounds of time
+(`labkit.memory.replay`), and where the host sets the pace a step takes longer by the number of regions, not by their
+work (docs/replay_cost.md): so choices closer to the cheapest than `TIE` of a step are alike, and then the one with the
+fewest regions to run again is first.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Self
+
+from labkit.errors import InputError
+from labkit.memory.estimate import estimate
+from labkit.plan.advised import Advice, Option, Saving
+from labkit.plan.price import WITHOUT_ACTIVATIONS, Priced, priced
+from labkit.plan.space import other_settings, recompute_choices, runs
+from labkit.workload import Recompute, Workload
+from labkit.workload.gpu import GIB, GPUS
+
+TIE = 0.01
+"""Of a step's least time."""
+MATERIAL = 1e-3
+"""Peaks closer than this fraction count as equal, as in a study's decision."""
+_BACKWARD = 2.0
+"""Backward does twice the products of forward: of inputs and of weights."""
+_SHOWN_NARROWER, _SHOWN_SETTINGS, _SHOWN_TENSORS = 4, 3, 4
+_FRACTIONS = 16
+
+
+class Budget(NamedTuple):
+    """What a rank may allocate."""
+
+    name: str
+    bytes: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """`80GB`, `74.5 GiB`, a number of bytes, or a GPU's name.
+
+        Raises:
+            InputError: it is none of these.
+        """
+        if text in GPUS:
+            return cls(GPUS[text].name, GPUS[text].total_memory_bytes)
+        found = _SIZE.fullmatch(text.strip())
+        nbytes = round(float(found[1]) * _UNITS[(found[2] or "B").lower()]) if found else 0
+        if not 0 < nbytes < _MOST_BYTES:
+            such = f"80GB, 74.5GiB or {next(iter(GPUS))}"
+            raise InputError(f"budget {text[:80]!r} is no amount of memory; use one such as {such}")
+        return cls(text.strip(), nbytes)
+
+
+_SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)?", re.IGNORECASE)
+_UNITS = {"b": 1} | {
+    f"{letter}{binary}b": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for binary, base in (("", 1000), ("i", 1024))
+}
+_MOST_BYTES = 2**50
+
+
+def advise(workload: Workload, budget: Budget | None = None, *, settings: bool = False) -> Advice:
+    """Price every recompute choice of a workload and propose which to try.
+
+    Args:
+        workload: As it runs, or as it fails.
+        budget: What a rank may allocate; the memory of the workload's GPU by default.
+        settings: Also look at other layouts and micro-batches; done anyway where no recompute choice fits.
+    """
+    gpu = GPUS[workload.training.gpu]
+    budget = budget or Budget(gpu.name, gpu.total_memory_bytes)
+    choices = list(dict.fromkeys([workload.recompute, *recompute_choices(workload)]))
+    found = _Found(workload, budget, list(priced(workload, choices)))
+    others = list(_settings(found)) if settings or not found.fitting else []
+    first = found.first()
+    return Advice(
+        workload=workload,
+        workload_hash=workload.content_hash,
+        budget_name=budget.name,
+        budget_bytes=budget.bytes,
+        considered=len(choices),
+        control=found.option(found.control),
+        first=None if first is None else found.option(first),
+        labels=None if found.best_list is None else found.option(found.best_list),
+        options=tuple(map(found.option, found.front())),
+        settings=tuple(found.option(each, _difference(workload, each.workload)) for each in others),
+        savings=() if first is None or first is found.control else tuple(_savings(found.control, first)),
+        sentences=tuple(_sentences(found, first, others)),
+    )
+
+
+class _Found:
+    """All choices, priced."""
+
+    def __init__(self, workload: Workload, budget: Budget, choices: Sequence[Priced]) -> None:
+        self.workload = workload
+        self.budget = budget
+        self.choices = choices
+        self.control = choices[0]
+        # Running everything again is a forward, and backward is twice as much.
+        self.step_seconds = (1 + _BACKWARD) * max(each.replay.seconds for each in choices)
+        self.fitting = [each for each in choices if self.fits(each)]
+
+    def fits(self, choice: Priced) -> bool:
+        return choice.covered_bytes <= self.budget.bytes
+
+    def first(self) -> Priced | None:
+        """See the module."""
+        if not self.fitting:
+            return None
+        control = self.control
+        if not self.fits(control) or control.replay.seconds > self._tie:
+            return self.cheapest(self.fitting)
+        saving = [each for each in self.front() if control.peak_bytes - each.peak_bytes > MATERIAL * control.peak_bytes]
+        if not saving:
+            return control
+        worth = {
+            id(each): (control.peak_bytes - each.peak_bytes) / (each.replay.seconds + self._tie) for each in saving
+        }
+        return max(saving, key=lambda each: worth[id(each)])
+
+    @cached_property
+    def lists(self) -> list[Priced]:
+        """Choices that are lists of labels."""
+        return [each for each in self.choices if each.workload.recompute.recompute_granularity == "selective"]
+
+    @cached_property
+    def best_list(self) -> Priced | None:
+        """Of lists of labels the first that fits."""
+        fitting = [each for each in self.lists if self.fits(each)]
+        return self.cheapest(fitting) if fitting else None
+
+    @property
+    def _tie(self) -> float:
+        return TIE * self.step_seconds
+
+    def cheapest(self, choices: Sequence[Priced]) -> Priced:
+        """Of those whose cost is alike the one with the fewest regions, then the shortest list."""
+        least = min(each.replay.seconds for each in choices)
+        alike = [each for each in choices if each.replay.seconds <= least + self._tie]
+        return min(alike, key=lambda each: (each.regions, len(each.workload.recompute.modules), each.replay.seconds))
+
+    def front(self) -> list[Priced]:
+        """Choices that no cheaper one undercuts, cheapest first; of those alike the narrowest."""
+        front: list[Priced] = []
+        left = list(self.choices)
+        while left:
+            best = self.cheapest(left)
+            front.append(best)
+            left = [each for each in left if each.peak_bytes < best.peak_bytes * (1 - MATERIAL)]
+        return front
+
+    def option(self, choice: Priced, setting: str = "") -> Option:
+        """A choice as it is shown."""
+        return Option(
+            recompute=choice.workload.recompute,
+            label=choice.label,
+            setting=setting,
+            stage=choice.stage,
+            peak_phase=choice.phase,
+            peak_iteration=choice.iteration,
+            peak_allocated_bytes=choice.peak_bytes,
+            covered_bytes=choice.covered_bytes,
+            saved_bytes=self.control.peak_bytes - choice.peak_bytes,
+            fits=self.fits(choice),
+            replay_seconds=choice.replay.seconds,
+            replay_flops=choice.replay.flops,
+            replay_communicated_bytes=choice.replay.communicated_bytes,
+            replay_regions=choice.regions,
+        )
+
+
+def _settings(found: _Found) -> Iterator[Priced]:
+    """Other settings in which something fits, each with its cheapest choice that does."""
+    few = [each for each in recompute_choices(found.workload) if _is_plain(each)]
+    for other in other_settings(found.workload):
+        fitting = [
+            each
+            for each in priced(other, [each for each in few if runs(other.model_copy(update={"recompute": each}))])
+            if found.fits(each)
+        ]
+        if fitting:
+            yield found.cheapest(fitting)
+
+
+def _is_plain(choice: Recompute) -> bool:
+    """Lists of at most one label, and full recompute layer by layer."""
+    return len(choice.modules) < 2 if choice.recompute_granularity == "selective" else choice.recompute_num_layers == 1
+
+
+def _difference(workload: Workload, other: Workload) -> str:
+    """The sizes in which another setting differs."""
+    ours, theirs = workload.model_dump(), other.model_dump()
+    return ", ".join(
+        f"{name} {value}"
+        for part in ("parallelism", "batch")
+        for name, value in theirs[part].items()
+        if value != ours[part][name]
+    )
+
+
+def _savings(control: Priced, first: Priced) -> Iterator[Saving]:
+    """What the first choice does not hold where the control peaks, tensor by tensor of like modules."""
+    held = [_held(each, control.iteration, control.phase) for each in (control, first)]
+    saved = held[0] - held[1]
+    for tensor, nbytes in saved.most_common(_SHOWN_TENSORS):
+        if nbytes >= MATERIAL * control.peak_bytes:
+            yield Saving(tensor=tensor, bytes=nbytes)
+
+
+def _held(choice: Priced, iteration: int, phase: str) -> Counter[str]:
+    """Bytes by tensor, without layers' numbers, at the largest moment of a phase."""
+    ledger = estimate(choice.workload, choice.stage).ledger
+    clock = next(peak.clock for peak in ledger.phase_peaks() if (peak.iteration, peak.phase) == (iteration, phase))
+    held: Counter[str] = Counter()
+    for row in ledger.at(clock).rows:
+        module = ".".join(part for part in row.module.split(".") if not part.isdigit())
+        held[f"{module.removeprefix('decoder.layers.')} {row.tensor}".strip()] += row.block_bytes
+    return held
+
+
+def _sentences(found: _Found, first: Priced | None, others: Sequence[Priced]) -> Iterator[str]:
+    control, budget = found.control, found.budget
+    allowed = f"{budget.name} ({_gib(budget.bytes)})"
+    if first is None:
+        yield from _refusal(found, others)
+        return
+    if first is control:
+        yield f"Run it as it is, {control.label}: {_state(control)} fits {allowed}, and no choice saves more."
+        return
+    cost = f"its replay takes at least {_ms(first)} a step, {first.replay.seconds / found.step_seconds:.1%} of it"
+    if not found.fits(control):
+        over = control.covered_bytes - budget.bytes
+        yield f"{control.label} does not fit {allowed}: {_state(control)}, {_gib(over)} too much."
+        yield f"Try {first.label} first: {_state(first)}, the cheapest choice that fits; {cost}."
+    elif control.replay.seconds > first.replay.seconds + found._tie:
+        less = (control.replay.seconds - first.replay.seconds) * 1e3
+        yield f"Try {first.label} first: {_state(first)} fits {allowed} with {less:.2f} ms a step less to run again."
+    else:
+        yield f"{control.label} fits {allowed}: {_state(control)}."
+        saved = _gib(control.peak_bytes - first.peak_bytes)
+        yield f"Try {first.label} first where memory is wanted: it saves {saved}, most for its cost; {cost}."
+    yield from _narrower(found, first)
+    yield from _of_labels(found, first)
+    yield from _floor(found, first)
+
+
+def _refusal(found: _Found, others: Sequence[Priced]) -> Iterator[str]:
+    """Why nothing fits, and what would."""
+    budget = found.budget
+    allowed = f"{budget.name} ({_gib(budget.bytes)})"
+    least = min(found.choices, key=lambda each: each.covered_bytes)
+    yield f"No recompute choice fits {allowed}: the least is {least.label} with {_state(least)}."
+    floor = min(each.floor_bytes for each in found.choices)
+    if floor > budget.bytes:
+        yield (
+            f"Before any activation the optimizer step needs {_gib(floor)}: no label helps; more GPUs, a distributed "
+            "optimizer or smaller optimizer dtypes do."
+        )
+    for each in others[:_SHOWN_SETTINGS]:
+        yield f"{_difference(found.workload, each.workload)} fits with {each.label}: {_state(each)}."
+    length = _longest(found, least.workload.recompute)
+    if length is not None:
+        yield f"Sequences of up to {length} tokens fit with {least.label}."
+    if not others and length is None:
+        yield f"No other layout of {found.workload.parallelism.world_size} GPUs fits either; use more of them."
+
+
+def _longest(found: _Found, choice: Recompute) -> int | None:
+    """The longest sequence that fits under a choice, in sixteenths of the workload's."""
+    batch = found.workload.batch
+    if batch.packed is not None:
+        return None
+    for part in reversed(range(1, _FRACTIONS)):
+        if batch.seq_length * part % _FRACTIONS == 0:
+            length = batch.seq_length * part // _FRACTIONS
+            update = {"recompute": choice, "batch": batch.model_copy(update={"seq_length": length})}
+            shorter = found.workload.model_copy(update=update)
+            if runs(shorter) and found.fits(next(priced(shorter, [choice]))):
+                return length
+    return None
+
+
+def _narrower(found: _Found, first: Priced) -> Iterator[str]:
+    """Why what recomputes less does not do: only where the control does not fit."""
+    if found.fits(found.control):
+        return
+    modules = first.workload.recompute.modules
+    cheaper = [
+        each
+        for each in found.choices
+        if not found.fits(each) and each is not found.control and each.replay.seconds <= first.replay.seconds
+    ]
+    inside = [each for each in cheaper if modules and each.workload.recompute.modules < modules]
+    nearest = sorted(inside or cheaper, key=lambda each: each.covered_bytes)[:_SHOWN_NARROWER]
+    if not inside:
+        # Of every kind one: the nearest list of labels, whatever is nearer of the others.
+        lists = sorted((each for each in cheaper if each in found.lists), key=lambda each: each.covered_bytes)
+        nearest = [*nearest[: _SHOWN_NARROWER - 1], *(each for each in lists[:1] if each not in nearest)]
+    for each in nearest:
+        over = _gib(each.covered_bytes - found.budget.bytes)
+        yield f"{each.label} is narrower and holds {_state(each)}: {over} too much."
+
+
+def _of_labels(found: _Found, first: Priced) -> Iterator[str]:
+    """The narrowest list of labels that fits, where neither the control does nor the first choice is a list."""
+    if found.fits(found.control) or first.workload.recompute.modules:
+        return
+    best = found.best_list
+    if best is None:
+        least = min(found.lists, key=lambda each: each.covered_bytes)
+        yield f"No list of labels fits: the least is {least.label} with {_state(least)}."
+        return
+    cost = f"{_ms(best)} of replay a step"
+    yield f"Of lists of labels {best.label} is the first that fits: {_state(best)}, {cost}; no narrower one does."
+
+
+def _floor(found: _Found, first: Priced) -> Iterator[str]:
+    if first.phase in WITHOUT_ACTIVATIONS:
+        what = "the optimizer step" if first.phase == "optimizer" else first.phase.replace("_", " ")
+        yield f"More labels will not lower the peak: {what} holds it now, where no activations are left."
+        return
+    lower = [each for each in found.front() if each.peak_bytes < first.peak_bytes * (1 - MATERIAL)]
+    if not lower:
+        yield "No other choice goes lower."
+
+
+def _state(choice: Priced) -> str:
+    stage = f" of stage {choice.stage}" if choice.workload.parallelism.pp > 1 else ""
+    return f"{_gib(choice.peak_bytes)} in {choice.phase}{stage}, {_gib(choice.covered_bytes)} with its margin"
+
+
+def _ms(choice: Priced) -> str:
+    return f"{choice.replay.seconds * 1e3:.2f} ms"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

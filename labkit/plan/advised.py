@@ -1,0 +1,167 @@
+"""What `labkit plan` says, as data and for people."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from labkit.workload import Recompute, Workload
+from labkit.workload.base import Many, Part
+from labkit.workload.gpu import GIB, GPUS
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+_SHOWN_SHORT, _SHOWN_FITTING = 4, 6
+_CANDIDATES = 5
+
+
+class Option(Part):
+    """One choice."""
+
+    recompute: Recompute
+    label: str
+    setting: str
+    """What else differs from the workload (`tensor_model_parallel_size 8`); empty where nothing does."""
+    stage: int
+    peak_phase: str
+    peak_iteration: int
+    peak_allocated_bytes: int
+    covered_bytes: int
+    """With the margin."""
+    saved_bytes: int
+    """Less than the workload as it is."""
+    fits: bool
+    replay_seconds: float
+    """Of a step: the least that running again takes."""
+    replay_flops: int
+    replay_communicated_bytes: int
+    replay_regions: int
+    """Regions that a micro-batch runs again."""
+
+
+class Saving(Part):
+    """Tensors that the first choice does not hold at its peak."""
+
+    tensor: str
+    bytes: int
+
+
+class Advice(Part):
+    """What to run next."""
+
+    schema_name: Literal["labkit.plan/1"] = "labkit.plan/1"
+    workload: Workload
+    workload_hash: str
+    budget_name: str
+    budget_bytes: int
+    considered: int
+    """Choices that were priced."""
+    control: Option
+    """The workload as it is."""
+    first: Option | None
+    """To be tried first; None where nothing fits."""
+    labels: Option | None
+    """Of lists of labels the first that fits; None where none does."""
+    options: Many[Option]
+    """Those that no other one undercuts in both peak and cost, cheapest first."""
+    settings: Many[Option] = ()
+    """Other layouts and micro-batches with the cheapest choice that fits each, nearest first."""
+    savings: Many[Saving] = ()
+    """Where the first choice's saving comes from, largest first."""
+    sentences: Many[str]
+    """The advice and its reasons."""
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.text import Text
+
+        layout = f"{self.workload.parallelism.world_size} x {GPUS[self.workload.training.gpu].name}"
+        yield Text.assemble((self.workload.model.name, "bold"), f"  {layout}, {self.considered} choices priced")
+        yield from map(Text, self.sentences)
+        yield _table(self._shown(), self.control.label, self.first)
+        if self.savings:
+            assert self.first is not None
+            yield Text(f"What {self.first.label} does not hold where {self.control.label} peaks:")
+            yield from (Text(f"  {_gib(saving.bytes):>7} GiB  {saving.tensor}") for saving in self.savings)
+        if self.settings:
+            yield _table(self.settings, "", None)
+
+    def _around(self) -> "list[Option]":
+        """The front around the budget: the nearest that do not fit, the cheapest that do, and the lowest."""
+        others = [option for option in self.options if option.label != self.control.label]
+        short = sorted((option for option in others if not option.fits), key=lambda option: option.covered_bytes)
+        fitting = [option for option in others if option.fits]
+        return [*short[:_SHOWN_SHORT], *fitting[:_SHOWN_FITTING], *fitting[_SHOWN_FITTING:][-1:]]
+
+    def _shown(self) -> "list[Option]":
+        """Those and the workload as it is, the cheapest first."""
+        shown = {option.label: option for option in (self.control, *self._around(), self.labels) if option is not None}
+        return sorted(shown.values(), key=lambda option: (option.replay_seconds, option.label))
+
+    def study(self) -> dict[str, Any]:
+        """A matched study file that would confirm it: the workload against the first choices."""
+        chosen = [option for option in (self.first, self.labels, *self._around()) if option is not None]
+        candidates = {option.label: option.recompute for option in chosen if option.label != self.control.label}
+        stated = self.workload.model_dump(mode="json", exclude_unset=True)
+        return {
+            "name": f"{_file_name(self.workload.model.name)}-plan",
+            "title": f"Recompute choices for {self.workload.model.name}, proposed by labkit plan",
+            "base": {name: part for name, part in stated.items() if name != "recompute"},
+            "control": {"recompute": _plain(self.control.recompute)},
+            "candidates": [{"recompute": _plain(each)} for each in list(candidates.values())[:_CANDIDATES]],
+            "target": {"peak_allocated_bytes": self.budget_bytes},
+        }
+
+    @property
+    def study_text(self) -> str:
+        """The same as a file."""
+        return yaml.safe_dump(self.study(), sort_keys=False, width=120, allow_unicode=True)
+
+
+def _table(shown: "Sequence[Option]", control: str, first: Option | None) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        caption="replay: the least that running again takes, and regions a micro-batch", caption_justify="left"
+    )
+    setting = any(option.setting for option in shown)
+    for name in ("recompute", *(("setting",) if setting else ())):
+        table.add_column(name)
+    for name in ("peak GiB", "with margin", "saved", "replay ms", "regions"):
+        table.add_column(name, justify="right")
+    table.add_column("peak in")
+    table.add_column("fits")
+    for option in shown:
+        named = f"{option.label} (as it is)" if option.label == control else option.label
+        table.add_row(
+            Text(named, style="bold" if first is not None and option.label == first.label else ""),
+            *([Text(option.setting)] if setting else []),
+            _gib(option.peak_allocated_bytes),
+            _gib(option.covered_bytes),
+            _gib(option.saved_bytes),
+            f"{option.replay_seconds * 1e3:.2f}",
+            str(option.replay_regions),
+            option.peak_phase.replace("_", " "),
+            Text("yes", style="green") if option.fits else Text("no", style="red"),
+        )
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"
+
+
+def _plain(recompute: Recompute) -> dict[str, Any]:
+    # Each says all four, since a study lays it over the control's.
+    return recompute.model_dump(mode="json")
+
+
+def _file_name(name: str) -> str:
+    return (
+        "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in name)[:50].lstrip(
+            "._-"
+        )
+        or "workload"
+    )

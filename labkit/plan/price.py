@@ -1,0 +1,85 @@
+"""What each recompute choice holds and costs, by the estimator's outline: a few milliseconds a choice."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from labkit.memory.layers.sizes import Sizes
+from labkit.memory.margin import margin_bytes, tuning_bytes
+from labkit.memory.meter import Integers
+from labkit.memory.outline import Outline, block, outline_of
+from labkit.memory.replay import Replay, replay
+from labkit.memory.units import Recorder
+from labkit.workload import Recompute, Workload
+
+WITHOUT_ACTIVATIONS = frozenset({"setup", "grad_sync", "optimizer"})
+"""Phases whose peak no recompute choice lowers: between them and the activations lies a backward."""
+
+
+class Priced(NamedTuple):
+    """A choice with its peak, of its fullest pipeline stage, and the cost of its replay."""
+
+    workload: Workload
+    stage: int
+    iteration: int
+    phase: str
+    peak_bytes: int
+    """Allocator blocks."""
+    covered_bytes: int
+    """With the margin that an estimate sets aside, on the stage that needs most."""
+    floor_bytes: int
+    """The largest peak of the phases that no recompute choice lowers."""
+    replay: Replay
+    """Of a step, on the stage that replays longest."""
+    regions: int
+    """Stretches that one micro-batch runs again, on the stage that has most of them."""
+
+    @property
+    def label(self) -> str:
+        """The recompute choice."""
+        return self.workload.recompute.label
+
+
+def priced(workload: Workload, choices: Iterable[Recompute]) -> Iterator[Priced]:
+    """The workload under each choice."""
+    recorder = Recorder(workload, Sizes.of(workload))
+    for choice in choices:
+        case = workload.model_copy(update={"recompute": choice})
+        yield _priced(recorder, case)
+
+
+def _priced(recorder: Recorder, case: Workload) -> Priced:
+    stages: list[Outline] = []
+    replays: list[Replay] = []
+    regions = 0
+    for stage in range(case.parallelism.pp):
+        model = recorder.chunks(case.recompute, stage)
+        stages.append(outline_of(model, case, stage, Integers(block)))
+        replays.append(replay(model, case))
+        regions = max(regions, sum(len(unit.regions) for chunk in model for unit in chunk.units))
+    stage, peak = max(
+        ((stage, phase) for stage, found in enumerate(stages) for phase in found.phases),
+        key=lambda each: each[1].bytes,
+    )
+    return Priced(
+        workload=case,
+        stage=stage,
+        iteration=peak.iteration,
+        phase=peak.phase,
+        peak_bytes=peak.bytes,
+        covered_bytes=max(_covered(case, found) for found in stages),
+        floor_bytes=max(
+            phase.bytes for found in stages for phase in found.phases if phase.phase in WITHOUT_ACTIVATIONS
+        ),
+        replay=max(replays, key=lambda each: each.seconds),
+        regions=regions,
+    )
+
+
+def _covered(case: Workload, outline: Outline) -> int:
+    """See `labkit.memory.margin.margin_over`."""
+    highest: int = max(phase.bytes for phase in outline.phases)
+    tuned: int = max(
+        phase.bytes + (tuning_bytes(case) if (phase.iteration, phase.phase) == (1, "backward") else 0)
+        for phase in outline.phases
+    )
+    return tuned + margin_bytes(case, highest - outline.set_up_bytes)

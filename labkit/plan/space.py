@@ -1,0 +1,109 @@
+"""What there is to choose: recompute choices that can run and do something, other layouts and micro-batches."""
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+
+from labkit.workload import Parallelism, Recompute, Workload
+from labkit.workload.recompute import RECOMPUTE_MODULES
+from labkit.workload.stages import stage_layers
+
+
+def recompute_choices(workload: Workload) -> Iterator[Recompute]:
+    """Every list of labels that each save something, and full recompute by both methods with every number of layers.
+
+    Lists come by length; those that the rules reject are left out.
+    """
+    labels = [label for label in RECOMPUTE_MODULES if _saves_something(workload, label)]
+    lists = chain.from_iterable(combinations(labels, count) for count in range(len(labels) + 1))
+    for modules in lists:
+        yield from _valid(workload, _selective(modules))
+    most = max(len(layers) for stage in range(workload.parallelism.pp) for layers in stage_layers(workload, stage))
+    for count in range(1, most + 1):
+        yield from _valid(workload, _full("uniform", count))
+    for count in range(1, most):  # all of them is uniform with one layer each
+        yield from _valid(workload, _full("block", count))
+
+
+def _selective(modules: tuple[str, ...]) -> Recompute:
+    return Recompute.model_validate({"recompute_granularity": "selective", "recompute_modules": modules})
+
+
+def _full(method: str, count: int) -> Recompute:
+    return Recompute.model_validate(
+        {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+    )
+
+
+def _saves_something(workload: Workload, label: str) -> bool:
+    """Whether a label can be in a list at all, and the rules do not call it idle."""
+    findings = workload.model_copy(update={"recompute": _selective((label,))}).findings
+    return not any(finding.field == "recompute.recompute_modules" for finding in findings)
+
+
+def _valid(workload: Workload, choice: Recompute) -> Iterator[Recompute]:
+    if runs(workload.model_copy(update={"recompute": choice})):
+        yield choice
+
+
+def runs(workload: Workload) -> bool:
+    """Whether the rules let it run."""
+    return not any(finding.severity == "error" for finding in workload.findings)
+
+
+def other_settings(workload: Workload) -> Iterator[Workload]:
+    """The same model and global batch in other tensor, context, expert and pipeline sizes and micro-batches.
+
+    On as many GPUs, nearest first: those that change fewest fields, and those by the smallest factors.
+    """
+    layout, batch = workload.parallelism, workload.batch
+    found = []
+    for tensor in _powers(layout.tp, layout.world_size):
+        for context in _powers(layout.cp, layout.world_size):
+            for pipeline in _powers(layout.pp, layout.world_size):
+                for expert in _powers(layout.ep, layout.world_size):
+                    for micro_batch in range(1, batch.micro_batch_size + 1):
+                        if batch.global_batch_size % micro_batch:
+                            continue
+                        changes = (tensor, layout.tp), (context, layout.cp), (pipeline, layout.pp), (expert, layout.ep)
+                        steps = sum(abs((new // old).bit_length() - 1) for new, old in changes)
+                        steps += micro_batch != batch.micro_batch_size
+                        if 0 < steps <= _MOST_STEPS:
+                            found.append((steps, tensor, context, pipeline, expert, micro_batch))
+    for _, tensor, context, pipeline, expert, micro_batch in sorted(found):
+        other = _laid_out(workload, tensor, context, pipeline, expert, micro_batch)
+        if other is not None:
+            yield other
+
+
+_MOST_STEPS = 3
+"""Doublings of a size that are tried together."""
+
+
+def _powers(size: int, most: int) -> list[int]:
+    """`size`, and its doublings up to `most`."""
+    found = [size]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _laid_out(
+    workload: Workload, tensor: int, context: int, pipeline: int, expert: int, micro_batch: int
+) -> Workload | None:
+    """The workload in another layout; None if it cannot run so."""
+    layout = workload.parallelism
+    update = {
+        "tensor_model_parallel_size": tensor,
+        "context_parallel_size": context,
+        "pipeline_model_parallel_size": pipeline,
+        "expert_model_parallel_size": expert,
+        "sequence_parallel": layout.sequence_parallel or (tensor > 1 and workload.model.mixture_of_experts is not None),
+    }
+    if pipeline != layout.pp and layout.pipeline_model_parallel_layout is not None:
+        return None
+    parallelism: Parallelism = layout.model_copy(update=update)
+    if layout.world_size % (parallelism.tp * parallelism.pp * parallelism.cp):
+        return None
+    batch = workload.batch.model_copy(update={"micro_batch_size": micro_batch})
+    other = workload.model_copy(update={"parallelism": parallelism, "batch": batch})
+    return other if runs(other) else None

@@ -1,0 +1,176 @@
+"""What the advisor proposes: the published studies are its exam, brute force over the estimates its check."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from labkit import Workload, estimate
+from labkit.errors import InputError
+from labkit.plan import Advice, Budget, advise
+from labkit.plan.price import priced
+from labkit.plan.space import other_settings, recompute_choices
+from labkit.study.matrix import Matrix
+from labkit.workload.gpu import GPUS
+from tests.small import MODEL
+
+WORKLOADS = Path(__file__).parents[2] / "data" / "workloads"
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def moonlight() -> Workload:
+    """NVIDIA's study's control."""
+    return Workload.load(WORKLOADS / "moonlight-16b.yaml")
+
+
+@pytest.fixture(scope="module")
+def nemotron() -> Advice:
+    """NVIDIA's other study's control, which runs out of memory."""
+    return advise(Workload.load(WORKLOADS / "nemotron-3-nano.yaml"), Budget.read("80GB"))
+
+
+def small(**fields: Any) -> Workload:
+    """One dense and one MoE layer."""
+    batch = {"seq_length": 512, "global_batch_size": 8}
+    return Workload.from_mapping({"model": MODEL, "parallelism": {"world_size": 1}, "batch": batch, **fields})
+
+
+def test_moonlight_tries_moe_act_first_and_says_where_the_floor_is(moonlight: Workload) -> None:
+    advice = advise(moonlight)
+    assert advice.first is not None
+    assert advice.first.label == "[moe_act]"
+    assert advice.control.fits
+    assert "More labels will not lower the peak: the optimizer step holds it now" in " ".join(advice.sentences)
+    named = " ".join(saving.tensor for saving in advice.savings)
+    assert "mlp.experts" in named
+
+
+def test_on_nemotron_no_list_narrower_than_moe_fits(nemotron: Advice) -> None:
+    assert not nemotron.control.fits
+    assert nemotron.labels is not None
+    assert nemotron.labels.label == "[moe]"
+    assert nemotron.first is not None
+    assert nemotron.first.fits
+    assert nemotron.first.replay_seconds <= nemotron.labels.replay_seconds
+    said = " ".join(nemotron.sentences)
+    assert "[layernorm, moe_act, shared_experts] is narrower and holds" in said
+    assert "GiB too much" in said
+
+
+def test_what_does_not_fit_at_all_is_refused_with_what_would(moonlight: Workload) -> None:
+    advice = advise(moonlight, Budget.read("25GB"))
+    assert (advice.first, advice.labels) == (None, None)
+    assert "the optimizer step needs" in " ".join(advice.sentences)
+    long = small(training={"gpu": "h100-80gb"}, parallelism={"world_size": 8})
+    activations = advise(long, Budget("a budget", priced_peak(long, least=True) - 1))
+    assert activations.first is None
+    assert any("fits with" in each or "tokens fit" in each for each in activations.sentences)
+    assert all(option.fits and option.setting for option in activations.settings)
+
+
+def priced_peak(workload: Workload, *, least: bool) -> int:
+    """The least or the largest covered peak of all choices."""
+    peaks = [each.covered_bytes for each in priced(workload, list(recompute_choices(workload)))]
+    return min(peaks) if least else max(peaks)
+
+
+def test_a_price_is_the_estimates(moonlight: Workload) -> None:
+    for each in priced(moonlight, list(recompute_choices(moonlight))[::17]):
+        result = estimate(each.workload, each.stage)
+        # Blocks of fresh segments: cached ones, which an estimate plays through, can only be smaller.
+        assert -1e-4 < each.peak_bytes / result.peak_allocated_bytes - 1 < 5e-3
+        covered = result.peak_allocated_bytes + result.summary.margin_bytes
+        assert -1e-4 < each.covered_bytes / covered - 1 < 5e-3
+
+
+def test_the_front_has_nothing_that_another_choice_undercuts() -> None:
+    workload = small(parallelism={"world_size": 2, "expert_model_parallel_size": 2})
+    choices = list(priced(workload, list(recompute_choices(workload))))
+    least, most = (min(each.covered_bytes for each in choices), max(each.covered_bytes for each in choices))
+    for part in range(9):
+        advice = advise(workload, Budget("a budget", least + (most - least) * part // 8))
+        assert all(a.peak_allocated_bytes > b.peak_allocated_bytes for a, b in pairwise(advice.options))
+        assert advice.first is not None
+        assert advice.first.covered_bytes <= advice.budget_bytes
+        fitting = [each for each in choices if each.covered_bytes <= advice.budget_bytes]
+        cheapest = min(each.replay.seconds for each in fitting)
+        step = 3 * max(each.replay.seconds for each in choices)
+        if not advice.control.fits:
+            assert advice.first.replay_seconds <= cheapest + 0.01 * step
+
+
+def test_what_already_recomputes_too_much_is_told_so() -> None:
+    advice = advise(
+        small(recompute={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+    )
+    assert advice.first is not None
+    assert advice.first.label == "[]"
+    assert "less to run again" in advice.sentences[0]
+
+
+def test_choices_are_those_that_run_and_save_something(moonlight: Workload) -> None:
+    choices = list(recompute_choices(moonlight))
+    assert len(set(choices)) == len(choices)
+    labels = {label for choice in choices for label in choice.modules}
+    assert labels == {"mla_up_proj", "layernorm", "moe_act", "mlp", "moe"}, (
+        "flash attention keeps no scores; no overlap"
+    )
+    for choice in choices:
+        assert not [
+            each for each in moonlight.model_copy(update={"recompute": choice}).findings if each.severity == "error"
+        ]
+    layers = moonlight.model.num_layers
+    assert sum(choice.recompute_method == "uniform" for choice in choices) == layers
+    assert sum(choice.recompute_method == "block" for choice in choices) == layers - 1
+
+
+def test_other_settings_run_and_are_others(moonlight: Workload) -> None:
+    settings = list(other_settings(moonlight))
+    assert settings
+    for other in settings:
+        assert other.checked().content_hash != moonlight.content_hash
+        assert other.parallelism.world_size == moonlight.parallelism.world_size
+
+
+def test_the_study_that_would_confirm_it_runs(nemotron: Advice, tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(nemotron.study_text)
+    matrix = Matrix.load(path)
+    assert matrix.control.workload.content_hash == nemotron.workload_hash
+    labels = [candidate.label for candidate in matrix.candidates]
+    assert nemotron.first is not None
+    assert labels[1:3] == [nemotron.first.label, "[moe]"]
+    assert all(not candidate.differs_in for candidate in matrix.candidates)
+
+
+def test_a_study_of_a_hostile_name_is_still_a_study(tmp_path: Path) -> None:
+    name = "<script>alert('x')</script> \N{RIGHT-TO-LEFT OVERRIDE} ../../etc"
+    advice = advise(small(model={**MODEL, "name": name}))
+    path = tmp_path / "study.yaml"
+    path.write_text(advice.study_text)
+    assert Matrix.load(path).control.workload.model.name == name
+    assert yaml.safe_load(advice.study_text)["name"].isascii()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("80GB", 80 * GB),
+        ("74.5GiB", round(74.5 * 2**30)),
+        (" 1 tib ", 2**40),
+        ("123456", 123456),
+        ("512 MiB", 2**29),
+        ("h200-141gb", GPUS["h200-141gb"].total_memory_bytes),
+    ],
+)
+def test_budgets_are_read(text: str, nbytes: int) -> None:
+    assert Budget.read(text).bytes == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "80 parsecs", "-1GB", "0", "1e999GB", "nan", "80GB80", "9" * 40, "h100"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is no amount of memory; use one such as 80GB"):
+        Budget.read(text)
