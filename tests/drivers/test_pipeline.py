@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from labkit import Workload
+from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
@@ -143,3 +144,9 @@ def test_a_received_input_is_retained_until_its_backward(server: TraceServer) ->
 def test_there_is_no_rank_beyond_the_world(server: TraceServer) -> None:
     with pytest.raises(InputError, match=r"^rank 2 does not exist; use one from 0 to 1$"):
         server.run(pipeline(2), rank=2)
+
+
+def test_predictions_before_the_last_stage_are_refused_in_a_sentence(server: TraceServer) -> None:
+    case = pipeline(4, pipeline_model_parallel_layout="Et|tt|tm|L")
+    with pytest.raises(Unfinished, match="put m beside L"):
+        server.run(case)

@@ -271,9 +271,19 @@ def _check(workload: Workload, ranks: Iterable[int]) -> None:
     if world_size > _MOST_RANKS:
         reason = f"a trace builds the groups of all ranks, and {world_size} are more than {_MOST_RANKS}"
         raise InputError(f"{name}: {reason}; use labkit estimate")
-    refused = unsupported_version() or _unsupported_pass(workload)
+    refused = unsupported_version() or _unsupported_pass(workload) or _unsupported_layout(workload)
     if refused is not None:
         raise Unfinished(f"{name}: {refused}", "unsupported", "setup")
+
+
+def _unsupported_layout(workload: Workload) -> str | None:
+    """Why the placing of layers cannot be traced, and the remedy; None if it can."""
+    if any("m" in stage for stage in workload.parallelism.marked_stages[:-1]):
+        reason = (
+            "multi-token prediction before the last stage has stages tell each other shapes, which a trace does not do"
+        )
+        return f"parallelism.pipeline_model_parallel_layout: {reason}; put m beside L"
+    return None
 
 
 def _unsupported_pass(workload: Workload) -> str | None:
