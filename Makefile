@@ -24,7 +24,7 @@ test: env  ## Run all tests but most of the grid and the long loops of faults (P
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid and not faults" --durations 25 \
 	    $(PYTEST_ARGS)
 
-faults: env  ## Kill runners and workers at 50 random moments each, damage result files at every byte (about 15 minutes)
+faults: env  ## Kill runners, workers and ranks at 50 random moments each, damage results at every byte (half an hour)
 	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 grid: env  ## Hold the estimate against the trace on every workload of the grid

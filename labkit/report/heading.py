@@ -38,17 +38,17 @@ class Heading(Part):
             state: how many of its cells are done, in words.
             contract: the study's `contract` frame.
         """
-        traced = contract.filter(pl.col("source") == "traced")
-        published = contract.filter(pl.col("source") == "published")
-        facts = [Fact(name="Traced cells", value=state)]
-        for name, rows, column in (
-            ("Traced with", traced, "versions"),
-            ("Published by", published, "origin"),
+        facts = [Fact(name="Cells", value=state)]
+        for name, source, column in (
+            ("Traced with", "traced", "versions"),
+            ("Measured with", "measured", "versions"),
+            ("Published by", "published", "origin"),
         ):
+            rows = contract.filter(pl.col("source") == source)
             values = [value for value in rows[column].unique(maintain_order=True).to_list() if value]
             facts += [Fact(name=name, value="; ".join(values))] if values else []
-        dates = [value for value in traced["created_at"].to_list() if value]
-        facts += [Fact(name="Last traced", value=_date(max(dates)))] if dates else []
+        dates = [value for value in contract.filter(pl.col("source") != "published")["created_at"] if value]
+        facts += [Fact(name="Last cell made", value=_date(max(dates)))] if dates else []
         return cls(title=title, description=" ".join(description.split()), facts=tuple(facts))
 
 
