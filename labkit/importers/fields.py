@@ -357,8 +357,6 @@ class _Mapping:
         if not self.config["num_moe_experts"]:
             return {}
         kernels = self._same("expert_kernels")
-        if not kernels["moe_grouped_gemm"]:
-            self.priced_not.append("no --moe-grouped-gemm: experts one after the other; priced as one grouped GEMM")
         backend = self.config["moe_flex_dispatcher_backend"]
         if kernels["moe_token_dispatcher_type"] == "flex" and backend != "hybridep":
             self._lose("moe_flex_dispatcher_backend", "taken as the alltoall dispatcher", backend)

@@ -64,8 +64,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     remedy = "trace the workload, which runs it"
     if model.mtp_num_layers is not None:
         yield Finding("warning", _IMPL, "layers of multi-token prediction are priced as Transformer Engine's", remedy)
-    if model.mixture_of_experts is not None and workload.training.kernels.moe_grouped_gemm:
-        yield Finding("warning", _IMPL, "experts one after the other are priced as one grouped GEMM", remedy)
 
 
 def _attention(workload: "Workload") -> Iterator[_Refusal]:

@@ -73,6 +73,8 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         "model.multi_latent_attention": "mla" in mixers,
         "model.hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
         "model.mtp_num_layers": model.mtp_num_layers is not None,
+        "training.kernels.moe_grouped_gemm": model.mixture_of_experts is not None
+        and not workload.training.kernels.moe_grouped_gemm,
         "model.normalization": model.normalization != "RMSNorm",
         "model.gated_linear_unit": not model.gated_linear_unit,
         "model.activation_func": model.activation_func != "silu",

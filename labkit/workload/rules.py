@@ -55,9 +55,6 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
         if broken:
             yield Finding("error", field, f"{what} is not supported by this version of labkit", "use the default")
     remedy = "trace the workload, which runs it"
-    if model.mixture_of_experts is not None and not workload.training.kernels.moe_grouped_gemm:
-        reason = "experts one after the other are priced as one grouped GEMM"
-        yield Finding("warning", "training.kernels.moe_grouped_gemm", reason, remedy)
     if workload.launch is not None and workload.launch.not_priced:
         reason = f"an estimate does not price {', '.join(workload.launch.not_priced)}"
         yield Finding("warning", "launch.arguments", reason, remedy)
@@ -366,7 +363,7 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
         yield Finding("error", field, reason, "remove mlp, use full recompute or set model.add_bias_linear: false")
     needs = {
         "mla_up_proj": (model.multi_latent_attention, "multi-latent attention"),
-        "moe_act": (moe, "experts with grouped GEMM"),
+        "moe_act": (moe if kernels.moe_grouped_gemm else None, "experts with grouped GEMM"),
     }
     for label, (section, what) in needs.items():
         if label in labels and section is None:
@@ -383,14 +380,12 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
 
 
 def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
-    kinds = {layer.mlp for layer in workload.model.kinds}
+    kinds, kernels = {layer.mlp for layer in workload.model.kinds}, workload.training.kernels
     backend = attention_backend(workload)
     # Layers of Transformer Engine have norms of their own where no linear norms its input (`gpt_layer_specs`).
     others = workload.launch is not None and "--spec" in workload.launch.words
     normed = (
-        workload.training.kernels.local
-        or others
-        or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
+        kernels.local or others or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
     )
     idle = {
         "core_attn": (
@@ -400,7 +395,10 @@ def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> 
         "layernorm": (not normed, "the layers' norms are parts of the linears behind them, which it does not reach"),
         "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
         "moe": ("moe" not in kinds, "the model has no MoE layer"),
-        "moe_act": ("moe" not in kinds, "the model has no MoE layer"),
+        "moe_act": (
+            "moe" not in kinds or not kernels.groups_experts,
+            "the model has no MoE layer" if "moe" not in kinds else "own layers have experts one after the other",
+        ),
         "shared_experts": (not shared, "the model has no shared expert"),
     }
     stated = workload.recompute.recompute_modules is not None

@@ -57,6 +57,11 @@ class Kernels(Part):
         return self.transformer_impl == "local"
 
     @property
+    def groups_experts(self) -> bool:
+        """The products of a rank's experts are one call; own layers have none such (`LocalSpecProvider`)."""
+        return self.moe_grouped_gemm and not self.local
+
+    @property
     def softmax_in_fp32(self) -> bool:
         """Own layers' softmax is in fp32 outside of its kernel (`TransformerConfig.__post_init__`)."""
         return self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling

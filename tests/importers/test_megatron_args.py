@@ -207,7 +207,6 @@ def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[s
     assert found[name]["not_expressed"] == []
     assert found[name]["not_priced"] == [
         "--moe-router-load-balancing-type sinkhorn: taken as none",
-        "no --moe-grouped-gemm: experts one after the other; priced as one grouped GEMM",
         "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
     ]
     assert found[name]["workload"]["launch"] == {

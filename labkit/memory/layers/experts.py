@@ -1,4 +1,4 @@
-"""Experts: grouped ones (`transformer/moe/experts.py` `TEGroupedMLP`) and shared ones (`shared_experts.py`)."""
+"""Experts: routed ones (`transformer/moe/experts.py` `TEGroupedMLP`, `SequentialMLP`) and shared ones."""
 
 from labkit.memory.layers.activation import (
     activation,
@@ -8,7 +8,7 @@ from labkit.memory.layers.activation import (
     weighted_activation,
 )
 from labkit.memory.layers.adapters import adapted_groups
-from labkit.memory.layers.linear import column_parallel, row_parallel
+from labkit.memory.layers.linear import add_bias, column_parallel, row_parallel
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Library, Tape, Value
 from labkit.workload import Workload
@@ -37,6 +37,82 @@ def grouped_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, p
     # Local variables of TEGroupedMLP.forward.
     tape.hold([rows, probabilities, intermediate, activated])
     return output
+
+
+def sequential_experts(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, probabilities: Value) -> Value:
+    """One expert's `MLP` after the other (`SequentialMLP`): (received, width) to the same shape."""
+    moe = workload.model.mixture_of_experts
+    if moe is None:
+        raise ValueError("experts need mixture_of_experts")
+    local, inner = moe.num_moe_experts // sizes.ep, moe.moe_ffn_hidden_size // sizes.etp
+    parts, weights = _of_experts(tape, rows, local), _of_experts(tape, probabilities, local)
+    outputs = []
+    for expert, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        with tape.module(f"local_experts.{expert}"):
+            outputs.append(_expert(tape, workload, sizes, part, weight, inner))
+    output = outputs[0]
+    if local > 1:
+        output = tape.value("output", rows.shape, routed=True)
+        tape.op("cat", outputs, [output], aliases=True)
+    # Local variables of its forward, and arguments.
+    tape.hold([rows, probabilities, *outputs])
+    return output
+
+
+def _of_experts(tape: Tape, x: Value, local: int) -> list[Value]:
+    """The rows of each local expert: as evenly many as integers allow, the first ones more (`torch.split`)."""
+    if local == 1:
+        return [x]
+    counts = [(x.shape[0] + local - 1 - expert) // local for expert in range(local)]
+    parts = [tape.view(x, f"{x.name}_{expert}", (count, *x.shape[1:])) for expert, count in enumerate(counts)]
+    tape.op("split", [x], parts)
+    return parts
+
+
+def _expert(tape: Tape, workload: Workload, sizes: Sizes, rows: Value, weight: Value, inner: int) -> Value:
+    """`MLP.forward` with a scale for each token."""
+    fuses, biased = workload.training.fuses_activation, workload.model.add_bias_linear
+    with tape.module("linear_fc1"):
+        x = _expert_linear(tape, sizes, rows, input_width(workload.model, inner))
+    with tape.module("@activation"):
+        if biased and not fuses:
+            x = add_bias(tape, x)
+        activated = weighted_activation(tape, workload, x, weight, inner)
+    with tape.module("linear_fc2"):
+        output = _expert_linear(tape, sizes, activated, rows.shape[1])
+    return _add_weighed_bias(tape, output, weight) if biased else output
+
+
+def _add_weighed_bias(tape: Tape, output: Value, weight: Value) -> Value:
+    """The bias times the probabilities, added in place."""
+    product = tape.buffer("weighed_bias", output.shape, weight.dtype)
+    total = tape.view(output, "output", output.shape)
+    tape.op(
+        "add_weighed_bias",
+        [output, weight],
+        [total],
+        saves=[weight],
+        temporaries=[product],
+        backward_temporaries=[product],
+    )
+    return total
+
+
+def _expert_linear(tape: Tape, sizes: Sizes, x: Value, out_width: int) -> Value:
+    """A linear of one expert: it has all its rows, and nothing is reduced (`explicit_expert_comm`)."""
+    rows, width = x.shape
+    out = tape.value("output", (rows, out_width), routed=True)
+    tape.op(
+        "expert_linear",
+        [x],
+        [out],
+        saves=[x],
+        views_gradient=not sizes.local,
+        weight=(out_width, width),
+        library="aten_matmul" if sizes.local else "te_gemm",
+        flops=2 * rows * width * out_width,
+    )
+    return out
 
 
 def _apply_bias(tape: Tape, output: Value, probabilities: Value, local: int) -> Value:

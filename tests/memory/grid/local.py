@@ -52,6 +52,21 @@ LLAMA = (
     | {"model.normalization": "RMSNorm", f"{K}persist_layer_norm": False}
 )
 
+EXPERTS = {
+    "model.mixture_of_experts": {
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 352,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_dtype": "fp32",
+    },
+    "parallelism.expert_model_parallel_size": 2,
+    "parallelism.expert_tensor_parallel_size": 1,
+}
+EAGER = {f"{K}bias_activation_fusion": False, f"{K}bias_dropout_fusion": False}
+MIXTURE = EXPERTS | ROPE | SWIGLU | NO_DROPOUT
+
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "core_attn": {"labels": ["core_attn"]},
@@ -111,4 +126,25 @@ CHANGES: dict[str, dict[str, Any]] = {
         "labels": ["core_attn"],
     },
     "before Hopper": {"training.gpu": "a100-40gb"} | ONE_RANK,
+    "experts": MIXTURE,
+    "experts, layernorm": MIXTURE | {"labels": ["layernorm"]},
+    "experts, moe": MIXTURE | {"labels": ["moe"]},
+    "experts, full uniform 1": MIXTURE | {"full": ("uniform", 1)},
+    "experts, eager": MIXTURE | {f"{K}bias_activation_fusion": False},
+    "experts, bias": EXPERTS | NO_DROPOUT | EAGER,
+    "experts, bias, router in bf16, moe": EXPERTS
+    | EAGER
+    | {"model.mixture_of_experts.moe_router_dtype": None, "labels": ["moe", "layernorm"]},
+    "experts over tensor ranks": MIXTURE | {"parallelism.expert_tensor_parallel_size": 2},
+    "experts, router in bf16": MIXTURE | {"model.mixture_of_experts.moe_router_dtype": None},
+    "experts of Transformer Engine": MIXTURE
+    | {f"{K}transformer_impl": "transformer_engine", f"{K}moe_grouped_gemm": False},
+    "experts, shared": MIXTURE | {"model.mixture_of_experts.moe_shared_expert_intermediate_size": 704},
+    "one expert a rank": MIXTURE
+    | {
+        "model.mixture_of_experts.num_moe_experts": 2,
+        "model.mixture_of_experts.moe_router_topk": 1,
+        "model.mixture_of_experts.moe_router_pre_softmax": True,
+    },
+    "experts gathered": MIXTURE | {f"{K}moe_token_dispatcher_type": "allgather"},
 }
