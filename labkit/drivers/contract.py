@@ -6,7 +6,7 @@ peaks are never compared with passing ones.
 """
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -36,6 +36,8 @@ loss or the gradients. wrong_world_size: other than as many ranks as the workloa
 of what was run. killed: the run's own processes were ended from outside. timed_out and out_of_host_memory: it was
 ended at the limits that a run has. unsupported: the driver has not what it needs. refused: the rules reject it."""
 DriverName = Literal["trace", "cuda", "published"]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""Bytes or elements: what fits a column of a frame."""
 
 _VERSIONS_ON_GPUS = ("labkit", "cuda driver", "torch", "megatron-core", "CUDA", "NVIDIA driver")
 _ENVIRONMENT_ON_GPUS = ("device", "allocator", "routing")
@@ -48,9 +50,9 @@ class PhasePeak(Part):
     iteration: NonNegativeInt
     """0 is setup (model, gradient buffers, optimizer); 1 the first step; the last one is steady."""
     phase: str
-    peak_allocated_bytes: NonNegativeInt
+    peak_allocated_bytes: Count
     """`torch.cuda.max_memory_allocated`: whole allocator blocks."""
-    peak_reserved_bytes: NonNegativeInt | None = None
+    peak_reserved_bytes: Count | None = None
     """`torch.cuda.max_memory_reserved`; None where the source does not say."""
 
 
@@ -61,11 +63,11 @@ class Failure(Part):
     message: str
     rank: NonNegativeInt | None = None
     """The rank it began with; None where that is not known."""
-    requested_bytes: NonNegativeInt | None = None
+    requested_bytes: Count | None = None
     """What that rank's allocator was asked for and could not get, as are the next three of a rank out of memory."""
-    allocated_bytes: NonNegativeInt | None = None
-    reserved_bytes: NonNegativeInt | None = None
-    free_bytes: NonNegativeInt | None = None
+    allocated_bytes: Count | None = None
+    reserved_bytes: Count | None = None
+    free_bytes: Count | None = None
     """Of the whole GPU, other processes' use taken off."""
 
 
@@ -75,13 +77,13 @@ class RankRecord(Part):
     rank: NonNegativeInt
     stages: Many[NonNegativeInt] = ()
     """The pipeline stage the rank is in, and then those that hold the same; empty where the source does not say."""
-    parameters: NonNegativeInt | None = None
+    parameters: Count | None = None
     """Elements of its model chunks' parameters, frozen ones included."""
-    parameter_bytes: NonNegativeInt | None = None
+    parameter_bytes: Count | None = None
     phases: Many[PhasePeak] = Field(min_length=1)
-    between_steps_bytes: NonNegativeInt | None = None
+    between_steps_bytes: Count | None = None
     """Allocated when the steady iteration begins."""
-    retained_bytes: NonNegativeInt | None = None
+    retained_bytes: Count | None = None
     """Tensor bytes the steady forward leaves for its backward."""
     work: Many[WorkRow] = ()
     """What the steady step does; empty where only memory was measured."""

@@ -80,7 +80,7 @@ def _measure() -> Ability:
         detail = f"{' and '.join(missing)} not installed; pip install {' '.join(missing)}"
     elif find_spec("transformer_engine_torch") is None:
         detail = (
-            f"on {len(gpus)} GPUs, Megatron's own layers alone (launch.arguments: --transformer-impl local); "
+            f"on {len(gpus)} GPUs, Megatron's own layers alone (kernels.transformer_impl: local); "
             "transformer-engine[pytorch], built for this CUDA, brings the others"
         )
     else:

@@ -54,7 +54,7 @@ class Budget(NamedTuple):
         return cls(text.strip(), nbytes)
 
 
-_SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"b": 1} | {
     f"{letter}{binary}b": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -89,7 +89,7 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         options=tuple(map(found.option, found.front())),
         settings=tuple(found.option(each, _difference(workload, each.workload)) for each in others),
         savings=() if first is None or first is found.control else tuple(_savings(found.control, first)),
-        sentences=tuple(_sentences(found, first, others)),
+        sentences=(*_sentences(found, first, others), *_unpriced(workload)),
     )
 
 
@@ -247,6 +247,11 @@ def _sentences(found: _Found, first: Priced | None, others: Sequence[Priced]) ->
     yield from _narrower(found, first)
     yield from _of_labels(found, first)
     yield from _floor(found, first)
+
+
+def _unpriced(workload: Workload) -> Iterator[str]:
+    """What the peaks leave out."""
+    return (str(each) for each in workload.findings if each.severity == "warning" and each.field.startswith("launch."))
 
 
 def _refusal(found: _Found, others: Sequence[Priced]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What there is to choose: recompute choices that can run and do something, other layouts and micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import chain, combinations
 
 from labkit.workload import Parallelism, Recompute, Workload
@@ -9,19 +9,40 @@ from labkit.workload.stages import stage_layers
 
 
 def recompute_choices(workload: Workload) -> Iterator[Recompute]:
-    """Every list of labels that each save something, and full recompute by both methods with every number of layers.
+    """Every list of labels that each save something, and full recompute by both methods.
 
-    Lists come by length; those that the rules reject are left out.
+    Lists come by length; those that the rules reject are left out. Uniform recompute comes with every number of layers
+    that makes other regions, up to `_LONGEST_REGION`; block recompute with every number, of long chunks with
+    `_MOST_BLOCKS` of them at even distances.
     """
     labels = [label for label in RECOMPUTE_MODULES if _saves_something(workload, label)]
     lists = chain.from_iterable(combinations(labels, count) for count in range(len(labels) + 1))
     for modules in lists:
         yield from _valid(workload, _selective(modules))
-    most = max(len(layers) for stage in range(workload.parallelism.pp) for layers in stage_layers(workload, stage))
-    for count in range(1, most + 1):
+    lengths = {len(layers) for stage in range(workload.parallelism.pp) for layers in stage_layers(workload, stage)}
+    most = max(lengths)
+    for count in _region_lengths(lengths):
         yield from _valid(workload, _full("uniform", count))
-    for count in range(1, most):  # all of them is uniform with one layer each
+    for count in range(1, most, -(-most // _MOST_BLOCKS)):  # all of them is uniform with one layer each
         yield from _valid(workload, _full("block", count))
+
+
+_LONGEST_REGION = 64
+"""Layers. Longer regions save next to nothing, and each is recorded layer by layer."""
+_MOST_BLOCKS = 128
+
+
+def _region_lengths(chunks: Set[int]) -> Iterator[int]:
+    """Numbers of layers a region, each the least that cuts chunks of these lengths into so few.
+
+    With more layers for the same number of regions only the longest would be longer.
+    """
+    found: set[tuple[int, ...]] = set()
+    for count in range(1, min(max(chunks), _LONGEST_REGION) + 1):
+        regions = tuple(-(-length // count) for length in sorted(chunks))
+        if regions not in found:
+            found.add(regions)
+            yield count
 
 
 def _selective(modules: tuple[str, ...]) -> Recompute:
@@ -56,14 +77,13 @@ def other_settings(workload: Workload) -> Iterator[Workload]:
     On as many GPUs, nearest first: those that change fewest fields, and those by the smallest factors.
     """
     layout, batch = workload.parallelism, workload.batch
+    micro_batches = [each for each in _up_to(batch.micro_batch_size) if not batch.global_batch_size % each]
     found = []
     for tensor in _powers(layout.tp, layout.world_size):
         for context in _powers(layout.cp, layout.world_size):
             for pipeline in _powers(layout.pp, layout.world_size):
                 for expert in _powers(layout.ep, layout.world_size):
-                    for micro_batch in range(1, batch.micro_batch_size + 1):
-                        if batch.global_batch_size % micro_batch:
-                            continue
+                    for micro_batch in micro_batches:
                         changes = (tensor, layout.tp), (context, layout.cp), (pipeline, layout.pp), (expert, layout.ep)
                         steps = sum(abs((new // old).bit_length() - 1) for new, old in changes)
                         steps += micro_batch != batch.micro_batch_size
@@ -77,6 +97,15 @@ def other_settings(workload: Workload) -> Iterator[Workload]:
 
 _MOST_STEPS = 3
 """Doublings of a size that are tried together."""
+
+
+_ALL_UP_TO = 16
+
+
+def _up_to(size: int) -> list[int]:
+    """`size` and smaller: its halves, and every small one."""
+    halves = {size >> times for times in range(size.bit_length())}
+    return sorted(halves | set(range(1, min(size, _ALL_UP_TO) + 1)))
 
 
 def _powers(size: int, most: int) -> list[int]:

@@ -327,6 +327,40 @@ def test_the_cause_is_told_from_what_follows(tmp_path: Path) -> None:
     assert measured(tmp_path).outcome == "oom"
 
 
+@pytest.mark.parametrize("content", [b"", b"[", b'{"codes": {"x": 1}}'])
+def test_damaged_exit_codes_say_nothing(tmp_path: Path, content: bytes) -> None:
+    report(0).write(Report.path(tmp_path, 0))
+    Exits.path(tmp_path, 0).write_bytes(content)
+    assert "rank 1 ended without a word" in measured(tmp_path).failure.message  # type: ignore[union-attr]
+
+
+def test_a_signal_without_a_name_is_a_number(tmp_path: Path) -> None:
+    report(0).write(Report.path(tmp_path, 0))
+    Exits(codes={1: -40}).write(Exits.path(tmp_path, 0))
+    assert "rank 1 was killed (signal 40)" in measured(tmp_path).failure.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"rank": 0},
+        {"fault": {"outcome": "ok", "failure": {"phase": "forward", "message": "fine"}}},
+        {"fault": {"outcome": "refused", "failure": {"phase": "forward", "message": "no"}}},
+        {"environment": {}},
+        {"step_seconds": [1e308]},
+        {"flops": 10**400},
+        {"between_steps_bytes": 10**400},
+    ],
+)
+def test_a_report_that_lies_is_an_outcome_that_can_be_shown(tmp_path: Path, lie: dict[str, Any]) -> None:
+    report(0).write(Report.path(tmp_path, 0))
+    content = json.loads(report(1).model_dump_json()) | lie
+    Report.path(tmp_path, 1).write_text(json.dumps(content))
+    measurement = measured(tmp_path)
+    Console(file=io.StringIO()).print(Runs(runs=(measurement,), estimated_peak_bytes=1))
+    assert (measurement.outcome == "ok") == ("environment" in lie)
+
+
 def test_the_watchdogs_abort_is_a_timeout(tmp_path: Path) -> None:
     report(0).write(Report.path(tmp_path, 0))
     Exits(codes={1: -signal.SIGABRT}).write(Exits.path(tmp_path, 0))
@@ -361,6 +395,12 @@ def test_a_person_reads_how_runs_ended(tmp_path: Path) -> None:
         ("1", [A100]),
         ("GPU-a, 1", [H200, A100]),
         ("", []),
+        ("1,7,0", [A100]),
+        ("-1,0", []),
+        ("0,0", []),
+        ("0,GPU-a", []),
+        ("GPU-b", [A100]),
+        ("GPU-", []),
     ],
 )
 def test_gpus_are_those_that_cuda_would_see(
@@ -378,3 +418,15 @@ def test_gpus_are_those_that_cuda_would_see(
     gpus = machine.installed_gpus.__wrapped__()
     assert [gpu.name for gpu in gpus] == names
     assert all(gpu.total_bytes in (143771 * 2**20, 81920 * 2**20) for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [r"\\261\\377\\n", "0, GPU-a, NVIDIA, \N{SUPERSCRIPT TWO}, 5", f"0, GPU-a, NVIDIA, {'9' * 5000}, 5", "[N/A]"],
+)
+def test_garbage_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{says}\\n'\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert machine.installed_gpus.__wrapped__() == ()

@@ -18,6 +18,7 @@ from tests.small import MODEL
 
 WORKLOADS = Path(__file__).parents[2] / "data" / "workloads"
 GB = 10**9
+DENSE = {name: value for name, value in MODEL.items() if name not in ("multi_latent_attention", "mixture_of_experts")}
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +124,24 @@ def test_choices_are_those_that_run_and_save_something(moonlight: Workload) -> N
             each for each in moonlight.model_copy(update={"recompute": choice}).findings if each.severity == "error"
         ]
     layers = moonlight.model.num_layers
-    assert sum(choice.recompute_method == "uniform" for choice in choices) == layers
+    uniform = [choice.recompute_num_layers for choice in choices if choice.recompute_method == "uniform"]
+    assert uniform == [1, 2, 3, 4, 5, 6, 7, 9, 14, 27], "each the least for so few regions"
     assert sum(choice.recompute_method == "block" for choice in choices) == layers - 1
+
+
+def test_hundreds_of_layers_and_millions_of_sequences_take_seconds() -> None:
+    deep = small(model={**DENSE, "num_layers": 2000})
+    choices = list(recompute_choices(deep))
+    assert len(choices) < 200
+    assert sum(choice.recompute_num_layers or 0 for choice in choices if choice.recompute_method == "uniform") < 2000
+    wide = small(model=DENSE, batch={"seq_length": 64, "global_batch_size": 10**9, "micro_batch_size": 10**9})
+    micro_batches = {each.batch.micro_batch_size for each in other_settings(wide)}
+    assert {1, 2, 4, 5, 8, 10, 16, 10**9 // 2} <= micro_batches
+
+
+def test_what_launch_arguments_hold_is_said_to_have_no_price() -> None:
+    said = advise(small(model=DENSE, launch={"arguments": ["--log-params-norm"]})).sentences
+    assert [each for each in said if "--log-params-norm" in each]
 
 
 def test_other_settings_run_and_are_others(moonlight: Workload) -> None:
@@ -170,7 +187,21 @@ def test_budgets_are_read(text: str, nbytes: int) -> None:
     assert Budget.read(text).bytes == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "80 parsecs", "-1GB", "0", "1e999GB", "nan", "80GB80", "9" * 40, "h100"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "80 parsecs",
+        "-1GB",
+        "0",
+        "1e999GB",
+        "nan",
+        "80GB80",
+        "9" * 40,
+        "h100",
+        "80G\N{LATIN SMALL LETTER DOTLESS I}B",
+    ],
+)
 def test_what_is_no_budget_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is no amount of memory; use one such as 80GB"):
         Budget.read(text)

@@ -185,7 +185,7 @@ class CudaDriver:
             told = reached
             if process.returncode is not None:
                 if process.returncode < 0:
-                    name = signal.Signals(-process.returncode).name
+                    name = _signal_name(-process.returncode)
                     return _fault("killed", told[1], f"its processes were ended from outside ({name})")
                 return None
             if time.monotonic() > deadline:
@@ -255,7 +255,7 @@ def _record(workload: Workload, reports: list[Report], seconds: float) -> dict[s
     first = reports[0] if reports else None
     flops = first.flops if first is not None else None
     typical = median(slowest) if slowest else None
-    devices = sorted({report.environment["device"] for report in reports})
+    devices = sorted({report.environment["device"] for report in reports if "device" in report.environment})
     return {
         "driver": "cuda",
         "workload": workload,
@@ -305,6 +305,10 @@ def _reports(folder: Path, world_size: int) -> tuple[list[Report], list[Fault]]:
         except (OSError, WorkError) as error:
             faults.append(_fault("failed", _reached(folder, rank)[1], f"its report cannot be read: {error}", rank))
         else:
+            if report.rank != rank or (report.fault is not None and report.fault.outcome not in _MOST_TELLING):
+                other = "its report is of another rank, or of an end that no rank has"
+                faults.append(_fault("failed", _reached(folder, rank)[1], other, rank))
+                continue
             reports.append(report)
             faults += [] if report.fault is None else [report.fault]
     codes = {rank: code for rank, code in _exit_codes(folder).items() if rank in silent}
@@ -321,8 +325,17 @@ def _reports(folder: Path, world_size: int) -> tuple[list[Report], list[Fault]]:
 def _exit_codes(folder: Path) -> dict[int, int]:
     codes: dict[int, int] = {}
     for path in sorted(folder.glob("exits-*.json")):
-        codes |= Exits.read(path).codes
+        with suppress(OSError, WorkError):  # a damaged one says nothing
+            codes |= Exits.read(path).codes
     return codes
+
+
+def _signal_name(number: int) -> str:
+    """`SIGKILL`; of those without a name, as most real-time signals, the number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _died(folder: Path, rank: int, code: int | None) -> Fault:
@@ -333,7 +346,7 @@ def _died(folder: Path, rank: int, code: int | None) -> Fault:
         return _fault("collective_timeout", phase, "a collective took longer than ranks may wait for each other", rank)
     how = "ended without a word"
     if code is not None:
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed ({_signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
     last = f": {said[-1]}" if said and code != -signal.SIGKILL else ""
     return _fault("rank_died", phase, f"the process of rank {rank} {how}{last}"[:1000], rank)
 

@@ -22,6 +22,7 @@ _SOURCES = (
 )
 _LIBRARIES = ("torch", "megatron-core", "transformer-engine", "fla-core")
 _SECONDS = 30
+_MEBIBYTES = re.compile("[0-9]{1,9}")
 
 
 class InstalledGpu(NamedTuple):
@@ -43,20 +44,27 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
         return ()
     query = [program, "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        answer = _answer(query)
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = {}
+    found: dict[str, InstalledGpu] = {}
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == len(query[1].split(",")) and fields[3].isdigit():
+        if len(fields) == len(query[1].split(",")) and _MEBIBYTES.fullmatch(fields[3]):
             index, uuid, name, mebibytes, driver = fields
             gpu = InstalledGpu(name, int(mebibytes) * 2**20, driver)
             found[index] = found[uuid] = gpu
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(gpu for index, gpu in found.items() if index.isdigit())
-    return tuple(found[each] for each in re.split(r"\s*,\s*", visible.strip()) if each in found)
+    chosen: list[InstalledGpu] = []
+    for each in re.split(r"\s*,\s*", visible.strip()):
+        # As CUDA reads it: a UUID may be cut short, what follows a name of no GPU is hidden, and one twice hides all.
+        of_uuid = [gpu for name, gpu in found.items() if each.startswith("GPU-") and name.startswith(each)]
+        if each not in found and len(of_uuid) != 1:
+            break
+        chosen.append(found[each] if each in found else of_uuid[0])
+    return tuple(chosen) if len(set(map(id, chosen))) == len(chosen) else ()
 
 
 def allocated_nodes() -> list[str]:
@@ -66,9 +74,27 @@ def allocated_nodes() -> list[str]:
         return []
     try:
         command = [program, "show", "hostnames", names]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout.split()
+        return _answer(command).split()
     except (OSError, subprocess.SubprocessError):
         return []
+
+
+def _answer(command: list[str]) -> str:
+    """What a program of the machine prints, whatever its bytes are.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.SubprocessError: it fails, or takes too long.
+    """
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_SECONDS,
+        check=True,
+    ).stdout
 
 
 @cache

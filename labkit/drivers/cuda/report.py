@@ -1,11 +1,11 @@
 """What passes between the driver and its ranks: the request, and each rank's report, files of one folder."""
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from labkit.drivers.contract import Failure, Outcome, PhasePeak
+from labkit.drivers.contract import Count, Failure, Outcome, PhasePeak
 from labkit.errors import WorkError
 from labkit.files import read_regular, write_atomically
 from labkit.workload.base import Many, Part
@@ -67,16 +67,16 @@ class Report(_File):
     rank: NonNegativeInt
     stage: NonNegativeInt | None
     """None before there is a pipeline."""
-    parameters: NonNegativeInt | None
-    parameter_bytes: NonNegativeInt | None
+    parameters: Count | None
+    parameter_bytes: Count | None
     phases: Many[PhasePeak]
-    between_steps_bytes: NonNegativeInt | None
-    step_seconds: Many[NonNegativeFloat]
+    between_steps_bytes: Count | None
+    step_seconds: Many[Annotated[float, Field(ge=0, le=1e9)]]
     """Of each step after warm-up."""
     losses: Many[float]
     """Of each step; empty where the head is not."""
     gradient_norms: Many[float]
-    flops: NonNegativeInt | None
+    flops: Annotated[int, Field(ge=0, le=10**30)] | None
     """Of one step on all ranks, as Megatron-LM counts them; None before there is a model."""
     versions: dict[str, str]
     environment: dict[str, str]
