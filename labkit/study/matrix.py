@@ -150,6 +150,7 @@ class Matrix:
             count *= len(values)
         if count > _MOST_CANDIDATES:
             raise InputError(f"{path}: sweep asks for {count} candidates; {_MOST_CANDIDATES} are the most of a study")
+        _check_apart(stated.sweep, path)
         settings, refused = [], []
         for changes in _combinations(stated.sweep):
             reader = _Reader(path, stated, _merged(base, _nested(changes)), _named(changes))
@@ -272,10 +273,26 @@ def _named(changes: Mapping[str, Any]) -> str:
 
 
 def _check_distinct(settings: Sequence[Setting], path: Path) -> None:
-    names = [setting.name for setting in settings]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"{path}: sweep has {twice} twice; remove one of them")
+    names: set[str] = set()
+    controls: dict[str, str] = {}
+    for setting in settings:
+        if setting.name in names:
+            raise InputError(f"{path}: sweep has {setting.name} twice; remove one of them")
+        names.add(setting.name)
+        same = controls.setdefault(setting.control.workload.content_hash, setting.name)
+        if same != setting.name:
+            raise InputError(
+                f"{path}: sweep: {same} and {setting.name} have the same control; "
+                "leave what varies out of control, and equal values out of the sweep"
+            )
+
+
+def _check_apart(sweep: Mapping[str, Any], path: Path) -> None:
+    """A field inside another that is swept too would have two values."""
+    for name in sweep:
+        within = next((other for other in sweep if name.startswith(f"{other}.")), None)
+        if within is not None:
+            raise InputError(f"{path}: sweep: {name} is part of {within}, which is swept too; use one of them")
 
 
 def _without_setting(candidate: Candidate) -> str:

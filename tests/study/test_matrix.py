@@ -167,6 +167,14 @@ def test_base_is_a_mapping_a_path_or_a_name(load: Load, tmp_path: Path) -> None:
         ),
         ({"sweep": {"batch.seq_len": [128]}}, "control at seq_len=128: unknown key 'batch.seq_len'"),
         ({"sweep": {"batch.seq_length": [128, 128]}}, "sweep has seq_length=128 twice"),
+        (
+            {"sweep": {"batch": [{"seq_length": 128}], "batch.seq_length": [256]}},
+            "sweep: batch.seq_length is part of batch, which is swept too",
+        ),
+        (
+            {"sweep": {"recompute.recompute_modules": [["mlp"], ["moe_act"]]}},
+            "have the same control; leave what varies out of control",
+        ),
         ({"sweep": {"batch.seq_length": []}}, r"sweep.batch\.seq_length"),
         ({"sweep": {"batch.seq_length": list(range(99999))}}, "sweep asks for 199998 candidates"),
         ({"repetitions": 0}, "repetitions"),
