@@ -184,14 +184,15 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Say which recompute choice to try first: all that can run, priced, and what their replay costs."""
+    from labkit.files import check_output, write_atomically
     from labkit.plan import Budget, advise
     from labkit.workload import Workload
 
+    if output is not None:
+        check_output(output)
     checked = Workload.load(workload)
     advice = advise(checked, None if budget is None else Budget.read(budget), settings=settings)
     if output is not None:
-        from labkit.files import write_atomically
-
         write_atomically(output, advice.study_text)
     _show(advice, json)
 
@@ -413,9 +414,11 @@ def import_megatron_args(
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")] = None,
 ) -> None:
     """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""
-    from labkit.files import write_atomically
+    from labkit.files import check_output, write_atomically
     from labkit.importers.megatron import import_megatron
 
+    if output is not None:
+        check_output(output)
     imported = import_megatron(None if file == "-" else Path(file), world_size=world_size, gpu=gpu)
     if output is None:
         _say(imported.yaml.rstrip("\n"))

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from labkit.errors import InputError
+
 _YOUNG_SECONDS = 60.0
 """A temporary folder younger than this may not be locked yet."""
 
@@ -40,12 +42,26 @@ def read_regular(path: Path, maximum_bytes: int) -> bytes:
     return content
 
 
+def check_output(path: Path) -> None:
+    """Refuse a place for a file where something else stands, before the work is done.
+
+    Raises:
+        InputError: it is a folder, a device, a pipe or a link.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
+        raise InputError(f"{path}: is {kind}; give the file another name")
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` (text as UTF-8), making its folder: a reader sees the old file or the new one, never a part.
 
     Raises:
-        OSError: the folder or the file cannot be written; nothing is left behind.
+        OSError: the folder or the file cannot be written, or what stands there is no regular file (as root, the file
+            would take a device's place); nothing is left behind.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(0, "no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the process's number: machines that share a folder may have the same.
     temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")

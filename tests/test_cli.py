@@ -490,3 +490,13 @@ def test_estimates_the_fullest_pipeline_stage_or_a_stated_one(labkit: Command, t
     refused = labkit("estimate", str(file), "--stage", "4")
     assert refused.returncode == 2
     assert "use 0 to 3" in refused.stderr
+
+
+@pytest.mark.parametrize("command", [("plan", str(MOONLIGHT)), ("import", "megatron-args", "/nonexistent.sh")])
+def test_what_stands_in_an_outputs_place_stays(labkit: Command, tmp_path: Path, command: tuple[str, ...]) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    answer = labkit(*command, "-o", pipe)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == f"labkit: {pipe}: is no regular file; give the file another name\n"
+    assert pipe.is_fifo()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.files import temporary_folder
+from labkit.errors import InputError
+from labkit.files import check_output, temporary_folder, write_atomically
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,3 +61,21 @@ def test_what_is_in_use_or_not_labkits_stays(folder: Path) -> None:
             assert used.exists()
     assert other.exists()
     assert elsewhere.exists()
+
+
+def test_nothing_but_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    pipe, link, plain = tmp_path / "pipe", tmp_path / "link", tmp_path / "plain"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path, kind in ((pipe, "no regular file"), (link, "a link"), (tmp_path, "a folder")):
+        with pytest.raises(InputError, match=f"{path}: is {kind}; give the file another name"):
+            check_output(path)
+        with pytest.raises(OSError, match="no regular file"):
+            write_atomically(path, "text")
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    check_output(plain)
+    write_atomically(plain, "text")
+    check_output(plain)
+    write_atomically(plain, "another")
+    assert plain.read_text() == "another"
