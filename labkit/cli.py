@@ -184,12 +184,12 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Say which recompute choice to try first: all that can run, priced, and what their replay costs."""
-    from labkit.files import check_output, write_atomically
+    from labkit.files import write_atomically
     from labkit.plan import Budget, advise
     from labkit.workload import Workload
 
     if output is not None:
-        check_output(output)
+        _check_output(output)
     checked = Workload.load(workload)
     advice = advise(checked, None if budget is None else Budget.read(budget), settings=settings)
     if output is not None:
@@ -414,11 +414,11 @@ def import_megatron_args(
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")] = None,
 ) -> None:
     """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""
-    from labkit.files import check_output, write_atomically
+    from labkit.files import write_atomically
     from labkit.importers.megatron import import_megatron
 
     if output is not None:
-        check_output(output)
+        _check_output(output)
     imported = import_megatron(None if file == "-" else Path(file), world_size=world_size, gpu=gpu)
     if output is None:
         _say(imported.yaml.rstrip("\n"))
@@ -511,6 +511,17 @@ def options(
 def version() -> None:
     """Print labkit's version."""
     _print_version(True)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse a place for a file where something else stands, before the work is done.
+
+    Raises:
+        InputError: it is a folder, a device, a pipe or a link.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
+        raise InputError(f"{path}: is {kind}; give the file another name")
 
 
 def _limits(seconds: int, gib: int) -> "Limits":

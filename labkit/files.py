@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from labkit.errors import InputError
-
 _YOUNG_SECONDS = 60.0
 """A temporary folder younger than this may not be locked yet."""
 
@@ -40,17 +38,6 @@ def read_regular(path: Path, maximum_bytes: int) -> bytes:
     if len(content) > maximum_bytes:
         raise OSError(0, f"larger than {maximum_bytes / 2**20:g} MiB", str(path))
     return content
-
-
-def check_output(path: Path) -> None:
-    """Refuse a place for a file where something else stands, before the work is done.
-
-    Raises:
-        InputError: it is a folder, a device, a pipe or a link.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
-        raise InputError(f"{path}: is {kind}; give the file another name")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

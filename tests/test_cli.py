@@ -495,8 +495,11 @@ def test_estimates_the_fullest_pipeline_stage_or_a_stated_one(labkit: Command, t
 @pytest.mark.parametrize("command", [("plan", str(MOONLIGHT)), ("import", "megatron-args", "/nonexistent.sh")])
 def test_what_stands_in_an_outputs_place_stays(labkit: Command, tmp_path: Path, command: tuple[str, ...]) -> None:
     pipe = tmp_path / "pipe.yaml"
+    link = tmp_path / "link.yaml"
     os.mkfifo(pipe)
-    answer = labkit(*command, "-o", pipe)
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr == f"labkit: {pipe}: is no regular file; give the file another name\n"
+    link.symlink_to(tmp_path / "nothing")
+    for path, kind in ((pipe, "no regular file"), (link, "a link"), (tmp_path, "a folder")):
+        answer = labkit(*command, "-o", path)
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert answer.stderr == f"labkit: {path}: is {kind}; give the file another name\n"
     assert pipe.is_fifo()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.errors import InputError
-from labkit.files import check_output, temporary_folder, write_atomically
+from labkit.files import temporary_folder, write_atomically
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,15 +66,11 @@ def test_nothing_but_a_regular_file_is_replaced(tmp_path: Path) -> None:
     pipe, link, plain = tmp_path / "pipe", tmp_path / "link", tmp_path / "plain"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
-    for path, kind in ((pipe, "no regular file"), (link, "a link"), (tmp_path, "a folder")):
-        with pytest.raises(InputError, match=f"{path}: is {kind}; give the file another name"):
-            check_output(path)
+    for path in (pipe, link, tmp_path):
         with pytest.raises(OSError, match="no regular file"):
             write_atomically(path, "text")
     assert pipe.is_fifo()
     assert link.is_symlink()
-    check_output(plain)
     write_atomically(plain, "text")
-    check_output(plain)
     write_atomically(plain, "another")
     assert plain.read_text() == "another"
