@@ -45,7 +45,8 @@ _OTHER_NAMES = {
 }
 """Arguments of another name than the field that says the same."""
 _NO_PART_OF_A_STEP = frozenset(
-    "help yaml_cfg config_logger_dir save tensorboard_dir wandb_project use_cpu_initialization".split()
+    "help yaml_cfg config_logger_dir save tensorboard_dir wandb_project use_cpu_initialization "
+    "result_rejected_tracker_filename nccl_communicator_config_path".split()
 )
 """Arguments that read or write files, end the program, or leave the GPU."""
 _LAYERS = "megatron.core."

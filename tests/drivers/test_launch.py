@@ -74,6 +74,8 @@ def test_fp16_has_the_sizes_of_bf16_and_a_loss_scaler(server: TraceServer) -> No
         ("--recompute-activations", "--recompute-activations is what recompute says"),
         ("--padded-vocab-size 5000", "--padded-vocab-size is what model.vocab_size says"),
         ("--yaml-cfg x.yaml", "--yaml-cfg is no part of a training step"),
+        ("--result-rejected-tracker-filename x", "--result-rejected-tracker-filename is no part of a training step"),
+        ("--nccl-communicator-config-path x", "--nccl-communicator-config-path is no part of a training step"),
         ("--spec os system", "--spec names no layers of megatron.core"),
         ("--spec megatron.core.models.gpt.gpt_layer_specs nope", "--spec names no layers of megatron.core"),
         ("--lr x", "launch.arguments: argument --lr: invalid float value: 'x'"),
