@@ -82,7 +82,7 @@ class RankRecord(Part):
     parameter_bytes: Count | None = None
     phases: Many[PhasePeak] = Field(min_length=1)
     between_steps_bytes: Count | None = None
-    """Allocated when the steady iteration begins."""
+    """Alive when the steady iteration begins: bytes of tensors in a trace, of blocks where an allocator was asked."""
     retained_bytes: Count | None = None
     """Tensor bytes the steady forward leaves for its backward."""
     work: Many[WorkRow] = ()

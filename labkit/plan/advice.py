@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 from labkit.errors import InputError
 from labkit.memory.estimate import estimate
 from labkit.plan.advised import Advice, Option, Saving
-from labkit.plan.price import WITHOUT_ACTIVATIONS, Priced, priced
+from labkit.plan.price import NEAR, WITHOUT_ACTIVATIONS, Priced, exactly, priced
 from labkit.plan.space import other_settings, recompute_choices, runs
 from labkit.workload import Recompute, Workload
 from labkit.workload.gpu import GIB, GPUS
@@ -83,9 +83,9 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         budget_name=budget.name,
         budget_bytes=budget.bytes,
         considered=len(choices),
-        control=found.option(found.control),
-        first=None if first is None else found.option(first),
-        labels=None if found.best_list is None else found.option(found.best_list),
+        control=found.shown(found.control),
+        first=None if first is None else found.shown(first),
+        labels=None if found.best_list is None else found.shown(found.best_list),
         options=tuple(map(found.option, found.front())),
         settings=tuple(found.option(each, _difference(workload, each.workload)) for each in others),
         savings=() if first is None or first is found.control else tuple(_savings(found.control, first)),
@@ -100,13 +100,23 @@ class _Found:
         self.workload = workload
         self.budget = budget
         self.choices = choices
+        self._exact: dict[str, Priced] = {}
         self.control = choices[0]
         # Running everything again is a forward, and backward is twice as much.
         self.step_seconds = (1 + _BACKWARD) * max(each.replay.seconds for each in choices)
         self.fitting = [each for each in choices if self.fits(each)]
 
     def fits(self, choice: Priced) -> bool:
-        return choice.covered_bytes <= self.budget.bytes
+        """Whether its peak and margin are within the budget; near it the exact price decides."""
+        over = choice.covered_bytes / self.budget.bytes - 1
+        return over <= 0 or (over <= NEAR and self.exact(choice).covered_bytes <= self.budget.bytes)
+
+    def exact(self, choice: Priced) -> Priced:
+        """The choice at its exact price, where it is looked at more closely."""
+        key = f"{choice.workload.parallelism} {choice.workload.batch} {choice.label}"
+        if key not in self._exact:
+            self._exact[key] = exactly(choice)
+        return self._exact[key]
 
     def first(self) -> Priced | None:
         """See the module."""
@@ -139,10 +149,10 @@ class _Found:
         return TIE * self.step_seconds
 
     def cheapest(self, choices: Sequence[Priced]) -> Priced:
-        """Of those whose cost is alike the one with the fewest regions, then the shortest list."""
+        """Of those whose cost is alike the one with the fewest regions, then the cheapest."""
         least = min(each.replay.seconds for each in choices)
         alike = [each for each in choices if each.replay.seconds <= least + self._tie]
-        return min(alike, key=lambda each: (each.regions, len(each.workload.recompute.modules), each.replay.seconds))
+        return min(alike, key=lambda each: (each.regions, each.replay.seconds))
 
     def front(self) -> list[Priced]:
         """Choices that no cheaper one undercuts, cheapest first; of those alike the narrowest."""
@@ -155,7 +165,20 @@ class _Found:
         return front
 
     def option(self, choice: Priced, setting: str = "") -> Option:
-        """A choice as it is shown."""
+        """A choice as it is listed."""
+        return self._option(choice, self.control, fits=self.fits(choice), setting=setting)
+
+    def state(self, choice: Priced) -> str:
+        """What a choice holds, in words, at its exact price."""
+        exact = self.exact(choice)
+        stage = f" of stage {exact.stage}" if exact.workload.parallelism.pp > 1 else ""
+        return f"{_gib(exact.peak_bytes)} in {exact.phase}{stage}, {_gib(exact.covered_bytes)} with its margin"
+
+    def shown(self, choice: Priced) -> Option:
+        """A choice at its exact price."""
+        return self._option(self.exact(choice), self.exact(self.control), fits=self.fits(choice))
+
+    def _option(self, choice: Priced, control: Priced, *, fits: bool, setting: str = "") -> Option:
         return Option(
             recompute=choice.workload.recompute,
             label=choice.label,
@@ -165,8 +188,8 @@ class _Found:
             peak_iteration=choice.iteration,
             peak_allocated_bytes=choice.peak_bytes,
             covered_bytes=choice.covered_bytes,
-            saved_bytes=self.control.peak_bytes - choice.peak_bytes,
-            fits=self.fits(choice),
+            saved_bytes=control.peak_bytes - choice.peak_bytes,
+            fits=fits,
             replay_seconds=choice.replay.seconds,
             replay_flops=choice.replay.flops,
             replay_communicated_bytes=choice.replay.communicated_bytes,
@@ -230,20 +253,24 @@ def _sentences(found: _Found, first: Priced | None, others: Sequence[Priced]) ->
         yield from _refusal(found, others)
         return
     if first is control:
-        yield f"Run it as it is, {control.label}: {_state(control)} fits {allowed}, and no choice saves more."
+        yield f"Run it as it is, {control.label}: {found.state(control)} fits {allowed}, and no choice saves more."
         return
-    cost = f"its replay takes at least {_ms(first)} a step, {first.replay.seconds / found.step_seconds:.1%} of it"
+    share = first.replay.seconds / found.step_seconds
+    cost = f"its replay takes at least {_ms(first)} a step, {share:.1%} of the least that its layers take"
     if not found.fits(control):
-        over = control.covered_bytes - budget.bytes
-        yield f"{control.label} does not fit {allowed}: {_state(control)}, {_gib(over)} too much."
-        yield f"Try {first.label} first: {_state(first)}, the cheapest choice that fits; {cost}."
+        over = found.exact(control).covered_bytes - budget.bytes
+        yield f"{control.label} does not fit {allowed}: {found.state(control)}, {_gib(over)} too much."
+        yield f"Try {first.label} first: {found.state(first)}, the cheapest choice that fits; {cost}."
     elif control.replay.seconds > first.replay.seconds + found._tie:
         less = (control.replay.seconds - first.replay.seconds) * 1e3
-        yield f"Try {first.label} first: {_state(first)} fits {allowed} with {less:.2f} ms a step less to run again."
+        state = found.state(first)
+        yield f"Try {first.label} first: {state} fits {allowed} with {less:.2f} ms a step less to run again."
     else:
-        yield f"{control.label} fits {allowed}: {_state(control)}."
-        saved = _gib(control.peak_bytes - first.peak_bytes)
+        yield f"{control.label} fits {allowed}: {found.state(control)}."
+        saved = _gib(found.exact(control).peak_bytes - found.exact(first).peak_bytes)
         yield f"Try {first.label} first where memory is wanted: it saves {saved}, most for its cost; {cost}."
+    if found.exact(first).fragmentation:
+        yield found.exact(first).fragmentation
     yield from _narrower(found, first)
     yield from _of_labels(found, first)
     yield from _floor(found, first)
@@ -259,7 +286,7 @@ def _refusal(found: _Found, others: Sequence[Priced]) -> Iterator[str]:
     budget = found.budget
     allowed = f"{budget.name} ({_gib(budget.bytes)})"
     least = min(found.choices, key=lambda each: each.covered_bytes)
-    yield f"No recompute choice fits {allowed}: the least is {least.label} with {_state(least)}."
+    yield f"No recompute choice fits {allowed}: the least is {least.label} with {found.state(least)}."
     floor = min(each.floor_bytes for each in found.choices)
     if floor > budget.bytes:
         yield (
@@ -267,7 +294,7 @@ def _refusal(found: _Found, others: Sequence[Priced]) -> Iterator[str]:
             "optimizer or smaller optimizer dtypes do."
         )
     for each in others[:_SHOWN_SETTINGS]:
-        yield f"{_difference(found.workload, each.workload)} fits with {each.label}: {_state(each)}."
+        yield f"{_difference(found.workload, each.workload)} fits with {each.label}: {found.state(each)}."
     length = _longest(found, least.workload.recompute)
     if length is not None:
         yield f"Sequences of up to {length} tokens fit with {least.label}."
@@ -307,8 +334,8 @@ def _narrower(found: _Found, first: Priced) -> Iterator[str]:
         lists = sorted((each for each in cheaper if each in found.lists), key=lambda each: each.covered_bytes)
         nearest = [*nearest[: _SHOWN_NARROWER - 1], *(each for each in lists[:1] if each not in nearest)]
     for each in nearest:
-        over = _gib(each.covered_bytes - found.budget.bytes)
-        yield f"{each.label} is narrower and holds {_state(each)}: {over} too much."
+        over = _gib(found.exact(each).covered_bytes - found.budget.bytes)
+        yield f"{each.label} is narrower and holds {found.state(each)}: {over} too much."
 
 
 def _of_labels(found: _Found, first: Priced) -> Iterator[str]:
@@ -318,10 +345,10 @@ def _of_labels(found: _Found, first: Priced) -> Iterator[str]:
     best = found.best_list
     if best is None:
         least = min(found.lists, key=lambda each: each.covered_bytes)
-        yield f"No list of labels fits: the least is {least.label} with {_state(least)}."
+        yield f"No list of labels fits: the least is {least.label} with {found.state(least)}."
         return
     cost = f"{_ms(best)} of replay a step"
-    yield f"Of lists of labels {best.label} is the first that fits: {_state(best)}, {cost}; no narrower one does."
+    yield f"Of lists of labels {best.label} is the first that fits: {found.state(best)}, {cost}; no narrower one does."
 
 
 def _floor(found: _Found, first: Priced) -> Iterator[str]:
@@ -332,11 +359,6 @@ def _floor(found: _Found, first: Priced) -> Iterator[str]:
     lower = [each for each in found.front() if each.peak_bytes < first.peak_bytes * (1 - MATERIAL)]
     if not lower:
         yield "No other choice goes lower."
-
-
-def _state(choice: Priced) -> str:
-    stage = f" of stage {choice.stage}" if choice.workload.parallelism.pp > 1 else ""
-    return f"{_gib(choice.peak_bytes)} in {choice.phase}{stage}, {_gib(choice.covered_bytes)} with its margin"
 
 
 def _ms(choice: Priced) -> str:

@@ -65,7 +65,8 @@ class Advice(Part):
     labels: Option | None
     """Of lists of labels the first that fits; None where none does."""
     options: Many[Option]
-    """Those that no other one undercuts in both peak and cost, cheapest first."""
+    """Those that no other one undercuts in both peak and cost, cheapest first; their peaks are of blocks of fresh
+    segments, up to 1 % above the exact ones of `control`, `first` and `labels`."""
     settings: Many[Option] = ()
     """Other layouts and micro-batches with the cheapest choice that fits each, nearest first."""
     savings: Many[Saving] = ()
@@ -96,7 +97,8 @@ class Advice(Part):
 
     def _shown(self) -> "list[Option]":
         """Those and the workload as it is, the cheapest first."""
-        shown = {option.label: option for option in (self.control, *self._around(), self.labels) if option is not None}
+        exact = (self.control, self.labels, self.first)
+        shown = {option.label: option for option in (*self._around(), *exact) if option is not None}
         return sorted(shown.values(), key=lambda option: (option.replay_seconds, option.label))
 
     def study(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from labkit.memory.estimate import estimate
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.margin import margin_bytes, tuning_bytes
 from labkit.memory.meter import Integers
@@ -26,6 +27,8 @@ class Priced(NamedTuple):
     """Allocator blocks."""
     covered_bytes: int
     """With the margin that an estimate sets aside, on the stage that needs most."""
+    fragmentation: str
+    """What an exact price says of segments that do not fit the GPU where the peak does; else empty."""
     floor_bytes: int
     """The largest peak of the phases that no recompute choice lowers."""
     replay: Replay
@@ -67,11 +70,31 @@ def _priced(recorder: Recorder, case: Workload) -> Priced:
         phase=peak.phase,
         peak_bytes=peak.bytes,
         covered_bytes=max(_covered(case, found) for found in stages),
+        fragmentation="",
         floor_bytes=max(
             phase.bytes for found in stages for phase in found.phases if phase.phase in WITHOUT_ACTIVATIONS
         ),
         replay=max(replays, key=lambda each: each.seconds),
         regions=regions,
+    )
+
+
+NEAR = 0.015
+"""Above the exact price a choice's is at most so far: blocks of fresh segments alone, where cached ones are smaller."""
+
+
+def exactly(choice: Priced) -> Priced:
+    """A choice at the price of `labkit.memory.estimate`, which plays the allocator: a fraction of a second."""
+    results = [estimate(choice.workload, stage) for stage in range(choice.workload.parallelism.pp)]
+    result = max(results, key=lambda each: each.peak_allocated_bytes)
+    summary = result.summary
+    return choice._replace(
+        stage=results.index(result),
+        iteration=summary.peak_iteration,
+        phase=summary.peak_phase,
+        peak_bytes=summary.peak_allocated_bytes,
+        covered_bytes=max(each.peak_allocated_bytes + each.summary.margin_bytes for each in results),
+        fragmentation=summary.fragmentation,
     )
 
 

@@ -10,6 +10,7 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.drivers.trace.versions import trace_versions
 from labkit.ledger import Row, rounded
 from labkit.memory.estimate import estimate
+from labkit.work import replay, total
 from labkit.workload import Software
 from labkit.workload.behaviour import cross_entropy_gradient
 from labkit.workload.gpu import MIB
@@ -60,6 +61,29 @@ def test_segments_are_those_of_the_estimate(moonlight: dict[tuple[str, ...], Tra
     for labels in ((), ("moe_act",)):
         traced = moonlight[labels].peak_reserved_bytes
         assert estimate(moonlight[labels].workload).peak_reserved_bytes == pytest.approx(traced, rel=3e-3)
+
+
+@pytest.mark.slow
+def test_moonlights_labels_replay_what_they_name(moonlight: dict[tuple[str, ...], Trace]) -> None:
+    again = {labels: replay(trace.work) for labels, trace in moonlight.items()}
+    assert {labels: work.checkpoints for labels, work in again.items()} == {
+        (): 0,
+        ("core_attn",): 27,
+        ("mla_up_proj",): 27,
+        ("mla_up_proj", "mlp"): 28,
+        ("moe_act",): 26,
+        ("layernorm", "moe_act"): 26 + 26 + 27,
+    }
+    # 8 heads a rank, keys 192 wide and values 128, half of all pairs, 27 layers.
+    assert again["core_attn",].flops == 27 * 8 * 4096 * 4096 * (192 + 128)
+    assert again["moe_act",].flops == again["layernorm", "moe_act"].flops == 0
+    dense = again["mla_up_proj", "mlp"].flops - again["mla_up_proj",].flops
+    assert dense == 2 * 4096 * 3 * 2048 * 11264 // 2
+    # Queries, keys, values and output once.
+    assert again["core_attn",].hbm_bytes == 27 * 8 * 4096 * (2 * 192 + 2 * 128) * 2
+    step = total(moonlight[()].work).seconds
+    for labels, trace in moonlight.items():
+        assert total(trace.work).seconds - step == pytest.approx(again[labels].seconds, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from labkit import Workload
 from labkit.drivers.trace import gdn_flops
 from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.origin import Origin
@@ -16,7 +15,6 @@ from labkit.drivers.trace.tracker import StorageTracker
 from labkit.drivers.trace.work import WorkCounter, counted_by, launched
 from labkit.work import WorkRow, by_phase, replay, total
 from labkit.workload.gpu import GPUS
-from tests.published import PEAKS_GB
 from tests.small import full, selective, small
 
 HIDDEN, FFN, HEADS, SEQUENCE, VOCABULARY, LAYERS, BATCH = 256, 512, 4, 256, 1024, 2, 1
@@ -168,31 +166,3 @@ def test_the_delta_rule_counts_its_products() -> None:
     arguments = {"k": keys, "K": 16, "V": 32, "BT": 64, "HV": 4}
     assert gdn_flops.of("chunk_fwd_kernel_o", arguments) == 2 * 128 * 4 * (16 * 32 + 64 * 16 + 64 * 32)
     assert gdn_flops.of("causal_conv1d_fwd_kernel", arguments) == 0
-
-
-@pytest.mark.slow
-def test_moonlights_labels_replay_what_they_name(server: TraceServer) -> None:
-    workload = Workload.load("data/workloads/moonlight-16b.yaml")
-    traces = {
-        labels: server.run(workload.with_recompute(recompute_granularity="selective", recompute_modules=list(labels)))
-        for labels in PEAKS_GB
-    }
-    again = {labels: replay(trace.work) for labels, trace in traces.items()}
-    assert {labels: work.checkpoints for labels, work in again.items()} == {
-        (): 0,
-        ("core_attn",): 27,
-        ("mla_up_proj",): 27,
-        ("mla_up_proj", "mlp"): 28,
-        ("moe_act",): 26,
-        ("layernorm", "moe_act"): 26 + 26 + 27,
-    }
-    # 8 heads a rank, keys 192 wide and values 128, half of all pairs, 27 layers.
-    assert again["core_attn",].flops == 27 * 8 * 4096 * 4096 * (192 + 128)
-    assert again["moe_act",].flops == again["layernorm", "moe_act"].flops == 0
-    dense = again["mla_up_proj", "mlp"].flops - again["mla_up_proj",].flops
-    assert dense == 2 * 4096 * 3 * 2048 * 11264 // 2
-    # Queries, keys, values and output once.
-    assert again["core_attn",].hbm_bytes == 27 * 8 * 4096 * (2 * 192 + 2 * 128) * 2
-    step = total(traces[()].work).seconds
-    for labels, trace in traces.items():
-        assert total(trace.work).seconds - step == pytest.approx(again[labels].seconds, rel=1e-3)

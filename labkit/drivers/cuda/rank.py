@@ -40,7 +40,8 @@ class Run:
         self._folder = folder
         self._progress = progress_path(folder, self.rank).open("w", encoding="ascii")
         self._iteration, self._phase = 0, "start"
-        self._phases: list[PhasePeak] = []
+        self._peaks: dict[tuple[int, str], tuple[int, int]] = {}
+        """Allocated and reserved, of each iteration and phase."""
         self._between_steps: int | None = None
         self._cell: Cell | None = None
         self._flops: int | None = None
@@ -109,26 +110,22 @@ class Run:
         noted.append(value)
 
     def _begin(self, iteration: int, phase: str) -> None:
-        """A phase begins, and with it the peak of the next one."""
+        """A phase begins, and with it the peak of the next one; several micro-batches come back to the same phases."""
         self._end()
+        if iteration > self._iteration:
+            self._between_steps = self._device.allocated_bytes
         self._iteration, self._phase = iteration, phase
         self._progress.seek(0)
         self._progress.write(f"{iteration} {phase:40}\n")
         self._progress.flush()
-        if phase == "forward":
-            self._between_steps = self._device.allocated_bytes
         self._device.begin_peak()
 
     def _end(self) -> None:
-        if self._phase != "start":
-            self._phases.append(
-                PhasePeak(
-                    iteration=self._iteration,
-                    phase=self._phase,
-                    peak_allocated_bytes=self._device.peak_allocated_bytes,
-                    peak_reserved_bytes=self._device.peak_reserved_bytes,
-                )
-            )
+        if self._phase == "start":
+            return
+        key, device = (self._iteration, self._phase), self._device
+        before = self._peaks.get(key, (0, 0))
+        self._peaks[key] = max(before[0], device.peak_allocated_bytes), max(before[1], device.peak_reserved_bytes)
 
     def _ran_out(self, requested: int) -> None:
         device = self._device
@@ -154,7 +151,12 @@ class Run:
             stage=None if cell is None else parallel_state.get_pipeline_model_parallel_rank(),
             parameters=None if cell is None else cell.parameters,
             parameter_bytes=None if cell is None else cell.parameter_bytes,
-            phases=tuple(self._phases),
+            phases=tuple(
+                PhasePeak(
+                    iteration=iteration, phase=phase, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved
+                )
+                for (iteration, phase), (allocated, reserved) in self._peaks.items()
+            ),
             between_steps_bytes=self._between_steps,
             step_seconds=tuple(self._times),
             losses=tuple(self._losses),
@@ -179,7 +181,7 @@ def _flops(arguments: argparse.Namespace, workload: Workload) -> int:
 
 def _variables() -> dict[str, str]:
     """Variables that decide memory or speed, as this process has them."""
-    telling = re.compile(r"(NVTE|NCCL|CUDA|CUBLAS|TORCH_NCCL|PYTORCH)_\w+")
+    telling = re.compile(r"(NVTE|NCCL|CUDA|CUBLAS|TORCH|TORCHINDUCTOR|TRITON|PYTORCH)_\w+")
     return {name: value for name, value in sorted(os.environ.items()) if telling.fullmatch(name)}
 
 

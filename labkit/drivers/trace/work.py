@@ -282,29 +282,54 @@ def _sent_to_others(sent: Any, splits: Sequence[int], rank: int, ranks: int) -> 
     return whole * (sum(splits) - splits[rank]) // sum(splits)
 
 
+class _Views:
+    """Parts of one storage that are read or written: what several of them cover counts once."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], int] = {}
+        """Of (first byte, byte after the last), the bytes in between that belong to a view."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Another view."""
+        width = tensor.element_size()
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * width
+        extent = start, start + (int(steps) + 1) * width
+        self._parts[extent] = max(self._parts.get(extent, 0), _bytes(tensor))
+
+    @property
+    def bytes(self) -> int:
+        """Of all views: no more than they span, and no more than they have."""
+        spanned, reached = 0, 0
+        for start, stop in sorted(self._parts):
+            spanned += max(stop - max(start, reached), 0)
+            reached = max(reached, stop)
+        return min(spanned, sum(self._parts.values()))
+
+
 class _Region:
     """What a compiled function reads and writes from outside, by storage."""
 
     def __init__(self) -> None:
-        self.read: dict[int, int] = {}
-        self._written: dict[int, int] = {}
+        self.read: dict[int, _Views] = {}
+        self._written: dict[int, _Views] = {}
         self._made: set[int] = set()
 
     def operator(self, args: Any, result: Any) -> None:
         for tensor in device_tensors(args):
             key = tensor.untyped_storage()._cdata
-            if key not in self._made:
-                self.read[key] = max(self.read.get(key, 0), _bytes(tensor))
+            if key not in self._made and tensor.numel():
+                self.read.setdefault(key, _Views()).add(tensor)
         for tensor in device_tensors(result):
             key = tensor.untyped_storage()._cdata
-            if key in self.read:
-                self._written[key] = max(self._written.get(key, 0), _bytes(tensor))
-            else:
+            if key not in self.read:
                 self._made.add(key)
+            elif tensor.numel():
+                self._written.setdefault(key, _Views()).add(tensor)
 
     @property
     def traffic(self) -> int:
-        return sum(self.read.values()) + sum(self._written.values())
+        return sum(views.bytes for views in (*self.read.values(), *self._written.values()))
 
 
 def _row(place: _Place, sums: _Sums) -> WorkRow:
