@@ -37,6 +37,8 @@ CELL = ONCE.model_copy(
 """Two data-parallel ranks, two micro-batches each."""
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 PHASES = ("forward", "backward", "grad_sync", "optimizer")
+BEGUN = ("forward", "backward", *PHASES)
+"""What begins in a step of two micro-batches, in order."""
 WARMUP, STEPS = 1, 2
 
 
@@ -50,7 +52,7 @@ def failing(
     monkeypatch: pytest.MonkeyPatch, does: str, iteration: int = 2, phase: str = "backward", **plan: Any
 ) -> Measurement:
     """What is measured where rank 1 fails as a phase begins."""
-    at = 1 + (iteration - 1) * len(PHASES) + PHASES.index(phase)
+    at = 1 + (iteration - 1) * len(BEGUN) + BEGUN.index(phase)
     monkeypatch.setenv("LABKIT_TEST_FAULT", json.dumps({"rank": 1, "at": at, "does": does}))
     return driver(**plan).run(CELL).measurement
 
