@@ -223,7 +223,8 @@ def _model(model: Model) -> dict[str, Any]:
         # For every other pair of function and gate see `build.transformer_config`.
         "swiglu": model.gated_linear_unit,
         "squared_relu": model.activation_func == "squared_relu" and not model.gated_linear_unit,
-        "group_query_attention": model.num_query_groups is not None,
+        # Megatron refuses groups beside latent attention, where they would do nothing.
+        "group_query_attention": model.num_query_groups is not None and model.multi_latent_attention is None,
         "num_query_groups": model.num_query_groups or 1,
         "multi_latent_attention": model.multi_latent_attention is not None,
     }

@@ -109,7 +109,7 @@ class _Found:
     def fits(self, choice: Priced) -> bool:
         """Whether its peak and margin are within the budget; near it the exact price decides."""
         over = choice.covered_bytes / self.budget.bytes - 1
-        return over <= 0 or (over <= NEAR and self.exact(choice).covered_bytes <= self.budget.bytes)
+        return over < 0 if abs(over) > NEAR else self.exact(choice).covered_bytes <= self.budget.bytes
 
     def exact(self, choice: Priced) -> Priced:
         """The choice at its exact price, where it is looked at more closely."""

@@ -66,7 +66,7 @@ class Advice(Part):
     """Of lists of labels the first that fits; None where none does."""
     options: Many[Option]
     """Those that no other one undercuts in both peak and cost, cheapest first; their peaks are of blocks of fresh
-    segments, up to 1 % above the exact ones of `control`, `first` and `labels`."""
+    segments, 1 % above to 2 % below the exact ones of `control`, `first` and `labels`."""
     settings: Many[Option] = ()
     """Other layouts and micro-batches with the cheapest choice that fits each, nearest first."""
     savings: Many[Saving] = ()

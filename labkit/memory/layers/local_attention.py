@@ -17,6 +17,11 @@ def local_attention(tape: Tape, workload: Workload, sizes: Sizes, query: Value, 
     """
     _, heads, width = query.shape
     flops = sizes.batch * sizes.sequence**2 * heads * width
+    if query.base is not None and key.shape[1] == 1 < heads and workload.batch.micro_batch_size > 1:
+        # Beside one key and value head the queries of several samples do not lie evenly: `reshape` copies them.
+        evenly = tape.value("query", query.shape)
+        tape.op("reshape", [query], [evenly])
+        query = evenly
     if key.shape[1] != heads:
         key, value = repeated(tape, sizes, key, heads), repeated(tape, sizes, value, heads)
     scores = scores_of(tape, sizes, query, key, flops)

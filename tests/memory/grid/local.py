@@ -105,6 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grouped queries, no positions, core_attn": GROUPED
     | {"model.position_embedding_type": "none", "labels": ["core_attn"]},
     "ranks share a key-value head": LLAMA | {"model.num_query_groups": 1},
+    "one key-value head a rank, samples": NO_DROPOUT | {"model.num_query_groups": 2},
     "query and key norm": {"model.qk_layernorm": True},
     "query and key norm, llama": LLAMA | {"model.qk_layernorm": True},
     "query and key norm, bare": BARE | TENSOR_ALONE | {"model.qk_layernorm": True},
