@@ -6,8 +6,9 @@ import shutil
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from labkit.drivers.cuda.machine import installed_gpus, installed_version
+from labkit.drivers.cuda.machine import installed_gpus
 from labkit.drivers.trace.versions import SUPPORTED, unsupported_version
+from labkit.drivers.versions import installed_version
 from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB
 

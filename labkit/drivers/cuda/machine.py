@@ -1,16 +1,14 @@
 """What this machine has for measuring: GPUs and libraries. Imports no torch; GPUs are asked for by `nvidia-smi`."""
 
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+from labkit.drivers.versions import installed_version, source_hash
+
 _SOURCES = (
     "workload/behaviour.py",
     "drivers/arguments.py",
@@ -99,24 +97,12 @@ def _answer(command: list[str]) -> str:
 
 @cache
 def cuda_versions() -> dict[str, str]:
-    """Versions by name, and the GPU; `cuda driver` is a hash of our driver's source: a changed one measures anew."""
-    digest = hashlib.sha256()
-    for pattern in _SOURCES:
-        for path in sorted(_PACKAGE.glob(pattern)):
-            digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    """Versions by name, and the GPU; `cuda driver` is a hash of this driver's source."""
     gpus = installed_gpus()
     return {
         "labkit": installed_version("labkit"),
-        "cuda driver": digest.hexdigest()[:16],
+        "cuda driver": source_hash(_SOURCES),
         **{name: installed_version(name) for name in _LIBRARIES},
         "GPU": gpus[0].name if gpus else "none",
         "NVIDIA driver": gpus[0].driver if gpus else "none",
     }
-
-
-def installed_version(name: str) -> str:
-    """Of a distribution, or `not installed`."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,14 +1,12 @@
 """What decides a trace besides the workload: the versions of everything that takes part."""
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from labkit.drivers.versions import installed_version, source_hash
 from labkit.workload.behaviour import version_tuple
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = (
     "allocator.py",
     "ledger.py",
@@ -44,19 +42,8 @@ def unsupported_version(installed: Callable[[str], str] = version) -> str | None
 @cache
 def trace_versions() -> dict[str, str]:
     """Versions by name; `trace driver` is a hash of its source, so that a changed driver measures anew."""
-    digest = hashlib.sha256()
-    for pattern in _SOURCES:
-        for path in sorted(_PACKAGE.glob(pattern)):
-            digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return {
-        "labkit": _labkit(),
-        "trace driver": digest.hexdigest()[:16],
+        "labkit": installed_version("labkit"),
+        "trace driver": source_hash(_SOURCES),
         **{name: version(name) for name in ("torch", "megatron-core", "transformer-engine", "fla-core")},
     }
-
-
-def _labkit() -> str:
-    try:
-        return version("labkit")
-    except PackageNotFoundError:
-        return "not installed"
