@@ -39,10 +39,19 @@ ACTIVATIONS = {
 def initialize_megatron(arguments: argparse.Namespace) -> None:
     """Make the arguments Megatron-LM's global ones, split the ranks into groups and seed the generators.
 
-    A default process group that exists already is taken as it is. Source: `initialize_megatron`.
+    A default process group that exists already is taken as it is. Nothing is compiled: what data sets would need, no
+    step reads, and a wheel has not. Source: `initialize_megatron`.
     """
     global_vars.set_global_variables(arguments, build_tokenizer=False)
-    initialize.initialize_megatron()
+    compile_dependencies, initialize._compile_dependencies = initialize._compile_dependencies, _compile_nothing
+    try:
+        initialize.initialize_megatron()
+    finally:
+        initialize._compile_dependencies = compile_dependencies
+
+
+def _compile_nothing() -> None:
+    pass
 
 
 def transformer_config(workload: Workload, arguments: argparse.Namespace) -> TransformerConfig:

@@ -152,14 +152,12 @@ def prepare_megatron() -> None:
     for library in ("transformer_engine", "apex", "amp_C", "flash_attn", "fla", "mamba_ssm", "causal_conv1d"):
         sys.modules[library] = None  # type: ignore[assignment]
     from megatron.core.tensor_parallel import random
-    from megatron.training import initialize
 
     from labkit.drivers import step
 
     replaced: list[tuple[Any, str, Any]] = [
         (random, "_get_cuda_rng_state", _rng_state),
         (random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
-        (initialize, "_compile_dependencies", lambda: None),  # C++ of the data sets, which no step reads
         (step, "host_batches", _unseen(step.host_batches)),
     ]
     for owner, name, value in replaced:

@@ -20,7 +20,7 @@ class WorldSizeError(Exception):
     """Other than as many ranks as the workload has."""
 
 
-def outcome_of(error: Exception) -> Outcome:
+def outcome_of(error: BaseException) -> Outcome:
     """The kind of end that an error is; of a rank that has lost another, `rank_died`, though it lives."""
     text = str(error)
     match error:
@@ -44,7 +44,7 @@ def outcome_of(error: Exception) -> Outcome:
             return "failed"
 
 
-def sentence_of(error: Exception) -> str:
+def sentence_of(error: BaseException) -> str:
     """What an error says, in one line.
 
     The first line of CUDA's, which says what happened (how to debug it follows), and the last of any other's.

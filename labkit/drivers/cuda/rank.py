@@ -55,7 +55,7 @@ class Run:
         fault = None
         try:
             self._measure()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is this run's outcome)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever it is, it is this run's outcome)
             fault = self._fault(error)
         if self.request.snapshots is not None:
             self._device.snapshot(Path(self.request.snapshots) / f"rank-{self.rank}.pickle")
@@ -136,7 +136,7 @@ class Run:
             "free_bytes": device.free_bytes,
         }
 
-    def _fault(self, error: Exception) -> Fault:
+    def _fault(self, error: BaseException) -> Fault:
         """How the run ended, from what was raised; the phase it was in counts as far as it came."""
         self._end()
         outcome = outcome_of(error)

@@ -28,20 +28,12 @@ def replacements() -> Iterator[Replacement]:
     """What every step needs beyond `torch.cuda` and Transformer Engine's library; imports Megatron Core."""
     importlib.import_module("labkit.drivers.step")
     importlib.import_module("labkit.drivers.build")
-    yield from _host_code()
     yield from _packed_mamba()
     yield from _random_numbers()
     yield from _compiled_gate()
     yield from _collectives()
     yield from _fully_sharded()
     yield from compiled_gdn.replacements()
-
-
-def _host_code() -> Iterator[Replacement]:
-    """What `initialize_megatron` compiles for datasets, which a trace does not read."""
-    from megatron.training import initialize
-
-    yield Replacement(initialize, "_compile_dependencies", lambda: None, NOTHING)
 
 
 def _packed_mamba() -> Iterator[Replacement]:
