@@ -91,7 +91,7 @@ def test_the_front_has_nothing_that_another_choice_undercuts() -> None:
     workload = small(parallelism={"world_size": 2, "expert_model_parallel_size": 2})
     choices = list(priced(workload, list(recompute_choices(workload))))
     least, most = (min(each.covered_bytes for each in choices), max(each.covered_bytes for each in choices))
-    for part in range(9):
+    for part in (0, 3, 8):
         advice = advise(workload, Budget("a budget", least + (most - least) * part // 8))
         assert all(a.peak_allocated_bytes > b.peak_allocated_bytes for a, b in pairwise(advice.options))
         assert advice.first is not None
