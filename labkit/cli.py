@@ -194,6 +194,7 @@ def plan(
     advice = advise(checked, None if budget is None else Budget.read(budget), settings=settings)
     if output is not None:
         write_atomically(output, advice.study_text)
+        _warn(f"{output}: the study that would confirm it")
     _show(advice, json)
 
 

@@ -18,6 +18,7 @@ from labkit.memory.estimate import estimate
 from labkit.plan.advised import Advice, Option, Saving
 from labkit.plan.price import NEAR, WITHOUT_ACTIVATIONS, Priced, exactly, priced
 from labkit.plan.space import other_settings, recompute_choices, runs
+from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
 from labkit.workload.gpu import GIB, GPUS
 
@@ -48,7 +49,7 @@ class Budget(NamedTuple):
             return cls(GPUS[text].name, GPUS[text].total_memory_bytes)
         found = _SIZE.fullmatch(text.strip())
         nbytes = round(float(found[1]) * _UNITS[(found[2] or "B").lower()]) if found else 0
-        if not 0 < nbytes < _MOST_BYTES:
+        if not _LEAST_BYTES <= nbytes < _MOST_BYTES:
             such = f"80GB, 74.5GiB or {next(iter(GPUS))}"
             raise InputError(f"budget {text[:80]!r} is no amount of memory; use one such as {such}")
         return cls(text.strip(), nbytes)
@@ -60,7 +61,8 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for binary, base in (("", 1000), ("i", 1024))
 }
-_MOST_BYTES = 2**50
+_LEAST_BYTES, _MOST_BYTES = 2**20, 2**50
+"""Less is a number whose unit was forgotten."""
 
 
 def advise(workload: Workload, budget: Budget | None = None, *, settings: bool = False) -> Advice:
@@ -73,7 +75,9 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
     """
     gpu = GPUS[workload.training.gpu]
     budget = budget or Budget(gpu.name, gpu.total_memory_bytes)
-    choices = list(dict.fromkeys([workload.recompute, *recompute_choices(workload)]))
+    nothing = workload.recompute.recompute_granularity is None  # which an empty list is too
+    others = [each for each in recompute_choices(workload) if each.recompute_method or each.modules or not nothing]
+    choices = list(dict.fromkeys([workload.recompute, *others]))
     found = _Found(workload, budget, list(priced(workload, choices)))
     others = list(_settings(found)) if settings or not found.fitting else []
     first = found.first()
@@ -259,16 +263,16 @@ def _sentences(found: _Found, first: Priced | None, others: Sequence[Priced]) ->
     cost = f"its replay takes at least {_ms(first)} a step, {share:.1%} of the least that its layers take"
     if not found.fits(control):
         over = found.exact(control).covered_bytes - budget.bytes
-        yield f"{control.label} does not fit {allowed}: {found.state(control)}, {_gib(over)} too much."
+        yield f"As it is, {control.label}, it does not fit {allowed}: {found.state(control)}, {_gib(over)} too much."
         yield f"Try {first.label} first: {found.state(first)}, the cheapest choice that fits; {cost}."
     elif control.replay.seconds > first.replay.seconds + found._tie:
         less = (control.replay.seconds - first.replay.seconds) * 1e3
         state = found.state(first)
         yield f"Try {first.label} first: {state} fits {allowed} with {less:.2f} ms a step less to run again."
     else:
-        yield f"{control.label} fits {allowed}: {found.state(control)}."
+        yield f"As it is, {control.label}, it fits {allowed}: {found.state(control)}."
         saved = _gib(found.exact(control).peak_bytes - found.exact(first).peak_bytes)
-        yield f"Try {first.label} first where memory is wanted: it saves {saved}, most for its cost; {cost}."
+        yield f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}."
     if found.exact(first).fragmentation:
         yield found.exact(first).fragmentation
     yield from _narrower(found, first)
@@ -277,8 +281,13 @@ def _sentences(found: _Found, first: Priced | None, others: Sequence[Priced]) ->
 
 
 def _unpriced(workload: Workload) -> Iterator[str]:
-    """What the peaks leave out."""
-    return (str(each) for each in workload.findings if each.severity == "warning" and each.field.startswith("launch."))
+    """What the peaks leave out, and what they rest on."""
+    if opened := list(left_open(workload)):
+        fields = ", ".join(dict.fromkeys(each.field for each in opened))
+        yield f"The peaks rest on what the workload does not state ({fields}): labkit estimate gives their range."
+    yield from (
+        str(each) for each in workload.findings if each.severity == "warning" and each.field.startswith("launch.")
+    )
 
 
 def _refusal(found: _Found, others: Sequence[Priced]) -> Iterator[str]:
