@@ -75,9 +75,14 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
     """
     gpu = GPUS[workload.training.gpu]
     budget = budget or Budget(gpu.name, gpu.total_memory_bytes)
-    nothing = workload.recompute.recompute_granularity is None  # which an empty list is too
-    others = [each for each in recompute_choices(workload) if each.recompute_method or each.modules or not nothing]
-    choices = list(dict.fromkeys([workload.recompute, *others]))
+    # Where nothing is asked for, an empty list is the same.
+    empty = (
+        ()
+        if workload.recompute.recompute_granularity
+        else (Recompute(recompute_granularity="selective", recompute_modules=()),)
+    )
+    possible = [each for each in recompute_choices(workload) if each not in empty]
+    choices = list(dict.fromkeys([workload.recompute, *possible]))
     found = _Found(workload, budget, list(priced(workload, choices)))
     others = list(_settings(found)) if settings or not found.fitting else []
     first = found.first()
