@@ -25,6 +25,13 @@ PHASES = ("setup", "capture", "forward", "backward", "grad_sync", "optimizer")
 """Phases of a step in order; setup builds model, gradient buffers and optimizer; before one step CUDA graphs are
 captured, if at all."""
 
+WITHOUT_ACTIVATIONS = {"setup": "setup", "grad_sync": "gradient synchronisation", "optimizer": "the optimizer step"}
+"""Phases in which no activation is alive, in words: no recompute choice lowers their peaks."""
+
+MATERIAL = 1e-3
+"""Peaks closer than this fraction of a control's count as equal: remainders of allocator blocks alone, which depend on
+the order of requests, move a peak by as much."""
+
 UNIT = 512
 """The CUDA caching allocator rounds every request up to this (`kMinBlockSize`)."""
 

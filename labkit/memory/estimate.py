@@ -7,7 +7,7 @@ from typing import Literal
 from labkit.allocator import Simulated, simulate_training
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
-from labkit.memory.margin import margin_over, margin_rows
+from labkit.memory.margin import before, margin_over, margin_rows
 from labkit.memory.outline import Outline, outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
@@ -87,7 +87,7 @@ class Estimate(Result):
 
     def margin_bytes(self, peaks: Sequence[Peak]) -> int:
         """What `covering` has above the largest of the phase peaks."""
-        return margin_over(self.workload, self.ledger, peaks)
+        return margin_over(self.workload, peaks, before(self.ledger))
 
     def __rich__(self) -> Summary:
         return self.ranged

@@ -13,8 +13,9 @@ kernels is found: it may be, so it is an allowance.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from labkit.ledger import Ledger, Lifetime, Peak, Row
+from labkit.ledger import Ledger, Lifetime, Row
 from labkit.workload import Workload
 from labkit.workload.gpu import MIB
 
@@ -34,24 +35,34 @@ def tuning_bytes(workload: Workload) -> int:
     return TUNING_BYTES if any(layer.mixer == "gdn" for layer in workload.model.kinds) else 0
 
 
-def margin_over(workload: Workload, ledger: Ledger, peaks: Sequence[Peak]) -> int:
-    """What the margin rows add to the largest of a ledger's phase peaks."""
+class _PhasePeak(Protocol):
+    """`labkit.ledger.Peak`, or `labkit.memory.outline.PhaseLevel`."""
+
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def margin_over(workload: Workload, peaks: Sequence[_PhasePeak], before_bytes: int) -> int:
+    """What the margin rows add to the largest of the phases' peaks; `before_bytes` are alive before the first step."""
     highest = max(peak.bytes for peak in peaks)
     tuned = (peak.bytes + tuning_bytes(workload) for peak in peaks if (peak.iteration, peak.phase) == (1, "backward"))
-    increment = highest - _before(ledger)
-    return max(highest, *tuned) + margin_bytes(workload, increment) - highest
+    return max(highest, *tuned) + margin_bytes(workload, highest - before_bytes) - highest
 
 
 def margin_rows(workload: Workload, ledger: Ledger) -> Iterator[Row]:
     """The margin over the ledger's peak, and the tuning allowance of its first backward."""
     first = ledger.start(1, "forward")
-    yield _row("safety margin", margin_bytes(workload, ledger.peak().bytes - _before(ledger)), "margin", first, None)
+    yield _row("safety margin", margin_bytes(workload, ledger.peak().bytes - before(ledger)), "margin", first, None)
     if tuned := tuning_bytes(workload):
         begins = ledger.start(1, "backward")
         yield _row("kernel tuning buffer", tuned, "allowance", begins, ledger.start(2, "forward"))
 
 
-def _before(ledger: Ledger) -> int:
+def before(ledger: Ledger) -> int:
     """Block bytes alive before the first step."""
     return ledger.at(ledger.start(1, "forward") - 1).total(blocks=True)
 

@@ -229,5 +229,5 @@ def variations(
         parallelism or (base.parallelism,), recompute or (base.recompute,), batch or (base.batch,)
     ):
         case = base.model_copy(update={"parallelism": layout, "recompute": choice, "batch": lengths})
-        if not any(finding.severity == "error" for finding in case.findings):
+        if case.can_run:
             yield case

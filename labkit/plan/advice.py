@@ -14,18 +14,17 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from labkit.errors import InputError
+from labkit.ledger import MATERIAL, WITHOUT_ACTIVATIONS
 from labkit.memory.estimate import estimate
 from labkit.plan.advised import Advice, Option, Saving
-from labkit.plan.price import NEAR, WITHOUT_ACTIVATIONS, Priced, exactly, priced
-from labkit.plan.space import other_settings, recompute_choices, runs
+from labkit.plan.price import NEAR, Priced, exactly, priced
+from labkit.plan.space import other_settings, recompute_choices
 from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
 from labkit.workload.gpu import GIB, GPUS
 
 TIE = 0.01
 """Of a step's least time."""
-MATERIAL = 1e-3
-"""Peaks closer than this fraction count as equal, as in a study's decision."""
 _BACKWARD = 2.0
 """Backward does twice the products of forward: of inputs and of weights."""
 _SHOWN_NARROWER, _SHOWN_SETTINGS, _SHOWN_TENSORS = 4, 3, 4
@@ -109,7 +108,7 @@ class _Found:
         self.workload = workload
         self.budget = budget
         self.choices = choices
-        self._exact: dict[str, Priced] = {}
+        self._exact: dict[Workload, Priced] = {}
         self.control = choices[0]
         # Running everything again is a forward, and backward is twice as much.
         self.step_seconds = (1 + _BACKWARD) * max(each.replay.seconds for each in choices)
@@ -122,10 +121,9 @@ class _Found:
 
     def exact(self, choice: Priced) -> Priced:
         """The choice at its exact price, where it is looked at more closely."""
-        key = f"{choice.workload.parallelism} {choice.workload.batch} {choice.label}"
-        if key not in self._exact:
-            self._exact[key] = exactly(choice)
-        return self._exact[key]
+        if choice.workload not in self._exact:
+            self._exact[choice.workload] = exactly(choice)
+        return self._exact[choice.workload]
 
     def first(self) -> Priced | None:
         """See the module."""
@@ -212,7 +210,7 @@ def _settings(found: _Found) -> Iterator[Priced]:
     for other in other_settings(found.workload):
         fitting = [
             each
-            for each in priced(other, [each for each in few if runs(other.model_copy(update={"recompute": each}))])
+            for each in priced(other, [each for each in few if other.model_copy(update={"recompute": each}).can_run])
             if found.fits(each)
         ]
         if fitting:
@@ -326,7 +324,7 @@ def _longest(found: _Found, choice: Recompute) -> int | None:
             length = batch.seq_length * part // _FRACTIONS
             update = {"recompute": choice, "batch": batch.model_copy(update={"seq_length": length})}
             shorter = found.workload.model_copy(update=update)
-            if runs(shorter) and found.fits(next(priced(shorter, [choice]))):
+            if shorter.can_run and found.fits(next(priced(shorter, [choice]))):
                 return length
     return None
 

@@ -161,9 +161,5 @@ def _plain(recompute: Recompute) -> dict[str, Any]:
 
 
 def _file_name(name: str) -> str:
-    return (
-        "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in name)[:50].lstrip(
-            "._-"
-        )
-        or "workload"
-    )
+    kept = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in name)
+    return kept[:50].lstrip("._-") or "workload"

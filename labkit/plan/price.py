@@ -3,17 +3,15 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from labkit.ledger import WITHOUT_ACTIVATIONS
 from labkit.memory.estimate import estimate
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.margin import margin_bytes, tuning_bytes
+from labkit.memory.margin import margin_over
 from labkit.memory.meter import Integers
 from labkit.memory.outline import Outline, block, outline_of
 from labkit.memory.replay import Replay, replay
 from labkit.memory.units import Recorder
 from labkit.workload import Recompute, Workload
-
-WITHOUT_ACTIVATIONS = frozenset({"setup", "grad_sync", "optimizer"})
-"""Phases whose peak no recompute choice lowers: between them and the activations lies a backward."""
 
 
 class Priced(NamedTuple):
@@ -100,10 +98,5 @@ def exactly(choice: Priced) -> Priced:
 
 
 def _covered(case: Workload, outline: Outline) -> int:
-    """See `labkit.memory.margin.margin_over`."""
     highest: int = max(phase.bytes for phase in outline.phases)
-    tuned: int = max(
-        phase.bytes + (tuning_bytes(case) if (phase.iteration, phase.phase) == (1, "backward") else 0)
-        for phase in outline.phases
-    )
-    return tuned + margin_bytes(case, highest - outline.set_up_bytes)
+    return highest + margin_over(case, outline.phases, outline.set_up_bytes)

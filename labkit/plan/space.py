@@ -62,13 +62,8 @@ def _saves_something(workload: Workload, label: str) -> bool:
 
 
 def _valid(workload: Workload, choice: Recompute) -> Iterator[Recompute]:
-    if runs(workload.model_copy(update={"recompute": choice})):
+    if workload.model_copy(update={"recompute": choice}).can_run:
         yield choice
-
-
-def runs(workload: Workload) -> bool:
-    """Whether the rules let it run."""
-    return not any(finding.severity == "error" for finding in workload.findings)
 
 
 def other_settings(workload: Workload) -> Iterator[Workload]:
@@ -135,4 +130,4 @@ def _laid_out(
         return None
     batch = workload.batch.model_copy(update={"micro_batch_size": micro_batch})
     other = workload.model_copy(update={"parallelism": parallelism, "batch": batch})
-    return other if runs(other) else None
+    return other if other.can_run else None

@@ -13,17 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from labkit.ledger import MATERIAL, WITHOUT_ACTIVATIONS
 from labkit.workload.gpu import GIB
 
 if TYPE_CHECKING:
     import polars as pl
-
-MATERIAL = 1e-3
-"""Peaks closer than this fraction of the control's peak count as equal: remainders of allocator blocks alone, which
-depend on the order of requests, move a peak by as much."""
-
-_WITHOUT_ACTIVATIONS = {"setup": "setup", "grad_sync": "gradient synchronisation", "optimizer": "the optimizer step"}
-
 
 _REPLAY = {"traced": "traced replay at the GPU's full speed", "estimated": "estimated replay time"}
 _STEP = "the traced step at the GPU's full speed"
@@ -266,11 +260,11 @@ def _undercuts(other: _Choice, choice: _Choice, margin: float) -> bool:
 
 def _floor(lowest: _Choice, savers: Sequence[_Choice]) -> list[str]:
     """Where no recompute choice can lower the peak any more, and why."""
-    if lowest.phase not in _WITHOUT_ACTIVATIONS:
+    if lowest.phase not in WITHOUT_ACTIVATIONS:
         return []
     shared = len(savers) > 1 and all(choice.phase == lowest.phase for choice in savers)
     who = f"All {len(savers)} choices that save end" if shared else f"{lowest.label} ends"
-    where = _WITHOUT_ACTIVATIONS[lowest.phase]
+    where = WITHOUT_ACTIVATIONS[lowest.phase]
     return [
         f"{who} on a floor: {where}, in which no activation is alive, holds the peak; more labels will not lower it."
     ]

@@ -136,8 +136,7 @@ def with_fields(workload: "Workload", fields: Mapping[str, Any]) -> "Workload | 
     changed: Any = workload
     for path, value in fields.items():
         changed = _replaced(changed, path.split("."), value)
-    broken = any(finding.severity == "error" for finding in changed.findings)
-    return None if broken else changed
+    return changed if changed.can_run else None
 
 
 def is_stated(workload: "Workload", path: str) -> bool:

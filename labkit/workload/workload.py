@@ -95,6 +95,11 @@ class Workload(Part):
         return self
 
     @property
+    def can_run(self) -> bool:
+        """Whether it breaks no rule."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
     def findings(self) -> list[Finding]:
         """Broken rules and idle choices (`labkit.workload.rules`)."""
         return findings(self)
