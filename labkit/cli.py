@@ -199,6 +199,27 @@ def plan(
 
 
 @app.command()
+def diagnose(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            parser=_named,
+            show_default=False,
+            help="Of one run: logs, out-of-memory messages, memory snapshots, launch arguments; - is standard input.",
+        ),
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Say why a run died: what happened, the line that shows it, how to confirm it, what to try."""
+    from labkit.diagnose import diagnose as diagnosed
+
+    if files.count("-") > 1:
+        raise InputError("-: standard input can be read once")
+    _show(diagnosed([None if file == "-" else Path(file) for file in files]), json)
+
+
+@app.command()
 def measure(
     workload: WorkloadArgument,
     *,

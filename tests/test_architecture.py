@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "importers": GROUND | {"console", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
     "plan": TABLE | {"memory", "plan"},
+    "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "report": TABLE | {"console", "report"},
-    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "plan", "report"},
+    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "plan", "diagnose", "report"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

@@ -1,0 +1,64 @@
+"""Which reader a file is for, told by its content, never by its name."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from labkit.diagnose import logs
+from labkit.diagnose.reading import HEAD, Reading, Source
+from labkit.errors import InputError
+
+if TYPE_CHECKING:
+    import io
+
+
+class Kind(NamedTuple):
+    """A kind of input."""
+
+    accepts: Callable[[bytes], bool]
+    """Whether a file that begins with these bytes is one."""
+    read: Callable[[Source], Reading]
+    """Raises `InputError` where it is damaged or none."""
+
+
+KINDS: tuple[Kind, ...] = (Kind(logs.accepts, logs.read),)
+"""The first that accepts a file reads it."""
+
+
+def read(path: Path | None) -> Reading:
+    """What a file says; None is standard input.
+
+    Raises:
+        InputError: it cannot be read, or is nothing that labkit knows.
+    """
+    with _opened(path) as source:
+        if not source.head:
+            raise InputError(f"{source.name}: it is empty")
+        for kind in KINDS:
+            if kind.accepts(source.head):
+                return kind.read(source)
+        raise InputError(f"{source.name}: it is neither text nor a memory snapshot")
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[Source]:
+    if path is None:
+        given = cast("io.BufferedReader", sys.stdin.buffer)
+        yield Source("standard input", given.peek(HEAD), given, None)
+        return
+    try:
+        # Without O_NONBLOCK a pipe that nobody writes to would be waited for here.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, ValueError) as error:  # ValueError: no file's name has a null character
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path}: is no regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        head = file.read(HEAD)
+        file.seek(0)
+        yield Source(str(path), head, file, path)
