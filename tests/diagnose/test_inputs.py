@@ -21,5 +21,5 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
 def test_what_is_no_text_and_no_snapshot_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.log"
     path.write_bytes(content)
-    with pytest.raises(InputError, match="file.log"):
+    with pytest.raises(InputError, match=r"file\.log"):
         diagnose([path])
