@@ -22,6 +22,7 @@ from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.server import Limits, PhaseCallback, TraceServer
+    from labkit.importers.imported import Imported
     from labkit.memory.profiles import Observation, Profiles
     from labkit.study import Study
     from labkit.workload import Workload
@@ -104,6 +105,11 @@ MemoryLimitOption = Annotated[
     int,
     typer.Option("--memory-limit", min=1, max=10**4, metavar="GIB", help="The most host memory that it may need."),
 ]
+ImportOutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", show_default="standard output", help="Where the workload goes."),
+]
+GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")]
 
 
 @app.command()
@@ -426,28 +432,53 @@ def import_megatron_args(
             metavar="FILE|-", show_default=False, help="Launch script, command line, or arguments as YAML or JSON."
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", show_default="standard output", help="Where the workload goes."),
-    ] = None,
+    output: ImportOutputOption = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the launcher's")
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")] = None,
+    gpu: GpuOption = None,
 ) -> None:
     """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""
-    from labkit.files import write_atomically
     from labkit.importers.megatron import import_megatron
 
     if output is not None:
         _check_output(output)
     imported = import_megatron(None if file == "-" else Path(file), world_size=world_size, gpu=gpu)
-    if output is None:
-        _say(imported.yaml.rstrip("\n"))
-    else:
-        write_atomically(output, imported.yaml)
-    for note in imported.notes:
-        _warn(note)
+    _write_imported(imported, output)
+
+
+@import_app.command("huggingface")
+def import_huggingface(
+    file: Annotated[str, typer.Argument(metavar="CONFIG.json|-", show_default=False, help="A model's config.json.")],
+    *,
+    output: ImportOutputOption = None,
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="The model's fields alone, as in data/models, without a workload.")
+    ] = False,
+    seq_length: Annotated[
+        int | None,
+        typer.Option("--seq-length", min=1, max=2**30, help="Tokens of a sequence.", show_default="4096"),
+    ] = None,
+    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", min=1, max=2**20, help="Sequences.")] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the fewest for the layout"),
+    ] = None,
+    tensor: Annotated[int, typer.Option("--tp", min=1, max=2**20, help="Tensor-parallel ranks.")] = 1,
+    pipeline: Annotated[int, typer.Option("--pp", min=1, max=2**20, help="Pipeline-parallel ranks.")] = 1,
+    context: Annotated[int, typer.Option("--cp", min=1, max=2**20, help="Context-parallel ranks.")] = 1,
+    expert: Annotated[int, typer.Option("--ep", min=1, max=2**20, help="Expert-parallel ranks.")] = 1,
+    gpu: GpuOption = None,
+) -> None:
+    """Make a workload of a Hugging Face config.json, with its parameters counted; what it cannot express is named."""
+    from labkit.importers.huggingface import Layout
+    from labkit.importers.huggingface import import_huggingface as imported_from
+
+    if output is not None:
+        _check_output(output)
+    layout = Layout(seq_length, micro_batch_size, world_size, tensor, pipeline, context, expert, gpu)
+    imported = imported_from(None if file == "-" else Path(file), None if model_only else layout)
+    _write_imported(imported, output, model_only=model_only)
 
 
 @app.command()
@@ -544,6 +575,18 @@ def _check_output(path: Path) -> None:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
         raise InputError(f"{path}: is {kind}; give the file another name")
+
+
+def _write_imported(imported: "Imported", output: Path | None, *, model_only: bool = False) -> None:
+    from labkit.files import write_atomically
+
+    text = imported.model_yaml if model_only else imported.yaml
+    if output is None:
+        _say(text.rstrip("\n"))
+    else:
+        write_atomically(output, text)
+    for note in imported.notes:
+        _warn(note)
 
 
 def _limits(seconds: int, gib: int) -> "Limits":

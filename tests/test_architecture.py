@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "comparison": GROUND | {"ledger"},
     "memory": TABLE | {"memory"},
     "drivers": TABLE | {"drivers"},
-    "importers": GROUND | {"console", "drivers", "importers"},
+    "importers": TABLE | {"console", "memory", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
     "plan": TABLE | {"memory", "plan"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},

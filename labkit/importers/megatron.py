@@ -3,55 +3,23 @@
 import json
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import yaml
-
-from labkit.console import printable
 from labkit.drivers.process import own_module
 from labkit.errors import InputError, WorkError, nearest
-from labkit.files import read_regular
+from labkit.importers.documents import source_name, text_from
 from labkit.importers.fields import Arguments, Fields, fields, known_gpu
+from labkit.importers.imported import Imported
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
-from labkit.workload.files import text_of
 from labkit.workload.gpu import GPUS
 
-_MAXIMUM_BYTES = 2**20
 _LONGEST_SECONDS = 600.0
-
-
-class Imported(NamedTuple):
-    """A workload, and what is known about how well it says what was launched."""
-
-    workload: Workload
-    not_priced: list[str]
-    """One sentence for each argument that decides memory and that only `launch` carries, for a trace."""
-    not_expressed: list[str]
-    """One sentence for each that the workload does not say at all."""
-    assumed: list[str]
-    """What was left open and how it was taken."""
-
-    @property
-    def notes(self) -> list[str]:
-        """All of them, each in one line."""
-        labelled = [f"assumed: {each}" for each in self.assumed]
-        labelled += [f"not priced: {each}" for each in self.not_priced]
-        labelled += [f"not expressed: {each}" for each in self.not_expressed]
-        return [printable(" ".join(each.split())) for each in labelled]
-
-    @property
-    def yaml(self) -> str:
-        """The workload as a file, with its notes as comments."""
-        data = self.workload.model_dump(mode="json", exclude_unset=True)
-        body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
-        return "".join([*(f"# {note}\n" for note in self.notes), body])
 
 
 class MegatronReader:
@@ -116,12 +84,12 @@ def import_megatron(path: Path | None, *, world_size: int | None = None, gpu: st
         InputError: the file cannot be read, says no launch, or Megatron or labkit refuses what it says.
         WorkError: Megatron's parser could not be started.
     """
-    source = "standard input" if path is None else str(path)
+    source = source_name(path)
     if gpu is not None and gpu not in GPUS:
         raise InputError(f"--gpu {gpu[:80]}: no such GPU{nearest(gpu[:80], GPUS)}")
     name = "imported" if path is None else re.sub(r"[^\w.-]+", "-", path.stem)[:200] or "imported"
     with MegatronReader() as reader:
-        return import_text(_text(path, source), reader, source=source, name=name, world_size=world_size, gpu=gpu)
+        return import_text(text_from(path), reader, source=source, name=name, world_size=world_size, gpu=gpu)
 
 
 def import_text(
@@ -143,7 +111,8 @@ def import_text(
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     workload = _checked(found, source)
-    assumed = [*_world_note(launch, found.mapping), *found.assumed, *_backend_note(workload)]
+    assumed = [*_world_note(launch, found.mapping), *_gpu_note(workload, stated), *found.assumed]
+    assumed += _backend_note(workload)
     return Imported(workload, found.not_priced, found.not_expressed, assumed)
 
 
@@ -156,18 +125,13 @@ def _checked(found: Fields, source: str) -> Workload:
         raise InputError(f"{error} (not expressed: {options})" if options else str(error)) from None
 
 
-def _text(path: Path | None, source: str) -> str:
-    def read() -> bytes:
-        content = sys.stdin.buffer.read(_MAXIMUM_BYTES + 1) if path is None else read_regular(path, _MAXIMUM_BYTES)
-        if len(content) > _MAXIMUM_BYTES:
-            raise InputError(f"{source}: larger than {_MAXIMUM_BYTES / 2**20:g} MiB")
-        return content
-
-    return text_of(read, source, encoding="utf-8-sig")
+def _gpu_note(workload: Workload, stated: str) -> list[str]:
+    return [] if stated else [f"GPU: none is stated; {workload.training.gpu} (--gpu says another)"]
 
 
 def _backend_note(workload: Workload) -> list[str]:
-    if workload.training.kernels.attention_backend != "auto":
+    kernels = workload.training.kernels
+    if kernels.attention_backend != "auto" or kernels.local:
         return []
     chosen = attention_backend(workload)
     return [f"--attention-backend auto: {chosen}, as Transformer Engine chooses with flash-attention installed"]

@@ -1,0 +1,205 @@
+"""`import_huggingface`: a model's `config.json` as a `Workload`."""
+
+import re
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit.errors import InputError, nearest
+from labkit.importers.documents import parse_json, source_name, text_from
+from labkit.importers.families import Section, section
+from labkit.importers.imported import Imported
+from labkit.importers.keys import Keys
+from labkit.memory.parameters import expert_biases, parameter_count, without_prediction
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS
+
+_SEQ_LENGTH = 4096
+_WRAPPED = ("text_config", "llm_config", "language_config")
+"""Where the language model of a multimodal one is described."""
+_INDEX = "model.safetensors.index.json"
+_MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 2**20, 64 * 2**20
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Layout(NamedTuple):
+    """What a configuration does not say, and is asked for."""
+
+    seq_length: int | None = None
+    """None: 4096, or as many as the model has positions."""
+    micro_batch_size: int = 1
+    world_size: int | None = None
+    """None: the smallest that the parallel sizes allow."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    gpu: str | None = None
+    """None: labkit's default."""
+
+
+def import_huggingface(path: Path | None, layout: Layout | None = None) -> Imported:
+    """Read a `config.json`; `path` None is standard input. Without `layout` it is the model that is asked for.
+
+    Raises:
+        InputError: it cannot be read, describes no model that labkit knows, or a rule of the workload refuses it.
+    """
+    source, asked, layout = source_name(path), layout is not None, layout or Layout()
+    if layout.gpu is not None and layout.gpu not in GPUS:
+        raise InputError(f"--gpu {layout.gpu[:80]}: no such GPU{nearest(layout.gpu[:80], GPUS)}")
+    config = parse_json(text_from(path, _MOST_CONFIG_BYTES), source)
+    found = read_config(config, source)
+    name = _name(config, path)
+    workload = Workload.from_mapping(_mapping(found, name, layout), source)
+    assumed = [*found.assumed, *_kernels(found)]
+    if asked:
+        assumed.append(_unsaid(workload, layout))
+    return Imported(workload, [], found.not_expressed, assumed, _counts(workload, found, path))
+
+
+def read_config(config: Mapping[str, Any], source: str) -> Section:
+    """The model that a configuration describes; of a multimodal one the language model.
+
+    Raises:
+        InputError: as `import_huggingface`.
+    """
+    outer = Keys(config, source)
+    inner = next((name for name in _WRAPPED if name in outer), None)
+    if inner is None:
+        found = section(outer)
+        found.assumed += _quantized(outer)
+        return found
+    whole = outer.text("model_type", "the model")
+    language = outer.part(inner)
+    if "tie_word_embeddings" not in language and "tie_word_embeddings" in outer:
+        language = Keys(
+            {**outer.plain(inner), "tie_word_embeddings": outer.plain("tie_word_embeddings")}, source, f"{inner}."
+        )
+    found = section(language)
+    found.assumed.append(f"{inner} of {whole[:80]}: the language model alone")
+    found.assumed += _quantized(outer) or _quantized(language)
+    towers = [name for name in outer.left() if name.endswith("_config")]
+    found.not_expressed += [f"{name[:80]}: no part of a decoder-only model; left out" for name in towers[:8]]
+    return found
+
+
+def _quantized(keys: Keys) -> list[str]:
+    method = keys.part("quantization_config").plain("quant_method")
+    if "quantization_config" not in keys:
+        return []
+    return [f"quantization_config ({str(method)[:40]}): of the published weights; training is taken in bf16"]
+
+
+def _name(config: Mapping[str, Any], path: Path | None) -> str:
+    """What the model is called: by its folder where the file is called as all are."""
+    said = config.get("_name_or_path")
+    if isinstance(said, str) and said.strip("/. "):
+        name = said.rstrip("/").rpartition("/")[2]
+    elif path is None:
+        name = ""
+    else:
+        name = path.absolute().parent.name if path.stem == "config" else path.stem.removesuffix("_config")
+    return re.sub(r"[^\w.-]+", "-", name)[:200].strip("-") or "imported"
+
+
+def _mapping(found: Section, name: str, layout: Layout) -> dict[str, Any]:
+    experts = "mixture_of_experts" in found.model
+    dense, expert = layout.tensor * layout.pipeline * layout.context, layout.expert * layout.pipeline
+    world = layout.world_size or (lcm(dense, expert) if experts else dense)
+    parallelism: dict[str, Any] = {"world_size": world}
+    sizes = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+    }
+    parallelism |= {size: ranks for size, ranks in sizes.items() if ranks > 1}
+    if layout.tensor > 1:
+        parallelism["sequence_parallel"] = True
+        if experts:
+            parallelism["expert_tensor_parallel_size"] = 1
+    positions = found.keys.optional_integer("max_position_embeddings") or _SEQ_LENGTH
+    mapping: dict[str, Any] = {
+        "model": {"name": name, **found.model},
+        "parallelism": parallelism,
+        "batch": {
+            "seq_length": layout.seq_length or min(_SEQ_LENGTH, positions),
+            "micro_batch_size": layout.micro_batch_size,
+            # A pipeline is filled where each of its stages has a micro-batch.
+            "global_batch_size": layout.micro_batch_size * max(1, world // dense) * layout.pipeline,
+        },
+    }
+    training: dict[str, Any] = {}
+    if layout.gpu is not None:
+        training["gpu"] = layout.gpu
+    if found.kernels:
+        training["kernels"] = found.kernels
+    return {**mapping, "training": training} if training else mapping
+
+
+def _kernels(found: Section) -> list[str]:
+    """Choices without which Megatron refuses the model."""
+    reason = "Megatron has no such kernel for this model"
+    return [f"training.kernels.{name} {str(value).lower()}: {reason}" for name, value in found.kernels.items()]
+
+
+def _unsaid(workload: Workload, layout: Layout) -> str:
+    batch, parallelism = workload.batch, workload.parallelism
+    said = [
+        f"seq_length {batch.seq_length}" if layout.seq_length is None else "",
+        f"micro_batch_size {batch.micro_batch_size}",
+        f"global_batch_size {batch.global_batch_size}",
+        f"world_size {parallelism.world_size}",
+        f"gpu {workload.training.gpu}" if layout.gpu is None else "",
+    ]
+    if layout.tensor > 1:
+        said.append("sequence_parallel")
+    return (
+        f"{', '.join(filter(None, said))}: a configuration says nothing of how it is trained; change them in the file"
+    )
+
+
+def _counts(workload: Workload, found: Section, path: Path | None) -> list[str]:
+    """The parameters as they are published, what Megatron has beside them, and what an index beside the file says."""
+    model, kernels = workload.model, workload.training.kernels
+    main = without_prediction(model)
+    count = parameter_count(main, kernels, padded=False)
+    published, buffers = count + sum(number for number, _ in found.differences), expert_biases(main)
+    said = [f"{published:,} ({published / 1e9:.2f} billion)"]
+    if buffers:
+        said.append(f"{buffers:,} expert biases beside them are buffers in Megatron")
+    said += [f"{number:,} of them, {what}, are not in this file" for number, what in found.differences if number > 0]
+    said += [f"Megatron has {-number:,} more, {what}" for number, what in found.differences if number < 0]
+    if model.mtp_num_layers:
+        predicting = parameter_count(model, kernels, padded=False) - count
+        said.append(f"multi-token prediction has {predicting:,} more")
+    if padding := parameter_count(main, kernels) - count:
+        said.append(f"the vocabulary as Megatron pads it has {padding:,} more")
+    index = None if path is None else path.with_name(_INDEX)
+    compared = [] if index is None or not index.is_file() else [_published(index, published + buffers, found)]
+    return ["; ".join(said), *compared]
+
+
+def _published(index: Path, count: int, found: Section) -> str:
+    """What the index of the published weights says of their number."""
+    try:
+        metadata = Keys(parse_json(text_from(index, _MOST_INDEX_BYTES), _INDEX), _INDEX).part("metadata")
+        total = metadata.optional_integer("total_parameters", most=2**62)
+        size = metadata.optional_integer("total_size", most=2**62)
+    except InputError as error:
+        return f"not compared, {error}"
+    kind = found.keys.plain("dtype", found.keys.plain("torch_dtype", "bfloat16"))
+    width = _BYTES.get(kind, 2) if isinstance(kind, str) else 2
+    if total is None and size is None:
+        return f"not compared, {_INDEX} has neither total_parameters nor total_size"
+    said = (
+        f"{_INDEX} has {total:,}"
+        if total
+        else f"{_INDEX} has {size:,} bytes, {(size or 0) // width:,} of {width} bytes each"
+    )
+    difference = (total or (size or 0) // width) - count
+    if not difference:
+        return f"{said}: the same"
+    reason = "towers, multi-token prediction, quantised weights or other precisions would be such"
+    return f"{said}: {abs(difference):,} {'more' if difference > 0 else 'fewer'} than here; {reason}"
