@@ -14,7 +14,7 @@ from labkit.importers.keys import Keys
 type Fields = dict[str, Any]
 
 _MOST_LAYERS = 2000
-_WINDOW = "taken as attention to everything before"
+WINDOW = "taken as attention to everything before"
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -71,6 +71,8 @@ class Section:
         self.model: Fields = {}
         self.kernels: Fields = {}
         """Of the training set-up: without them Megatron refuses the model."""
+        self.launch: list[str] = []
+        """Arguments of Megatron-LM that say what no field does; a trace runs them."""
         self.not_expressed: list[str] = []
         self.assumed: list[str] = []
         self.differences: list[tuple[int, str]] = []
@@ -191,13 +193,12 @@ def _vectors(found: Section) -> int:
     return layers * int(model["hidden_size"])
 
 
-def _window(found: Section, *, switched: bool = False) -> None:
-    """Sliding windows; `switched`: where another key turns them on."""
+def _window(found: Section) -> None:
+    """Sliding windows in every layer."""
     keys = found.keys
-    width, on = keys.plain("sliding_window"), not switched or keys.flag("use_sliding_window", False)
-    keys.plain("use_sliding_window")
+    width, on = keys.optional_integer("sliding_window"), keys.flag("use_sliding_window", True)
     if width is not None and on:
-        found.lose("sliding_window", _WINDOW)
+        found.launch.append(f"--window-size {width - 1},0")
 
 
 def _dense_biases(found: Section) -> None:
@@ -214,7 +215,6 @@ def _llama(found: Section) -> None:
     _dense_biases(found)
     _attention(found)
     _window(found)
-    found.only("use_sliding_window", False, _WINDOW)
 
 
 def _qwen2(found: Section) -> None:
@@ -225,9 +225,12 @@ def _qwen2(found: Section) -> None:
 
 def _layer_windows(found: Section) -> None:
     """Windows that `use_sliding_window` turns on, or that layers name themselves."""
-    _window(found, switched=True)
-    if "sliding_attention" in found.keys.texts("layer_types", _LAYER_TYPES):
-        found.lose("layer_types", _WINDOW)
+    keys = found.keys
+    width, on = keys.plain("sliding_window"), keys.flag("use_sliding_window", False)
+    if width is not None and on:
+        found.lose("sliding_window", WINDOW)
+    if "sliding_attention" in keys.texts("layer_types", _LAYER_TYPES):
+        found.lose("layer_types", WINDOW)
 
 
 def _qwen3(found: Section) -> None:
@@ -315,7 +318,7 @@ def _qwen3_next(found: Section) -> None:
     _decoder(found)
     found.model["rotary_percent"] = found.model["rotary_percent"] or _quarter(found)
     _attention(found, normed=True)
-    _window(found, switched=True)
+    found.keys.plain("use_sliding_window")  # of the family it is derived from
     _delta_net(found)
     _prediction(found, "mtp_num_hidden_layers")
     found.only("output_gate_type", "swish", "labkit does not know it")
@@ -363,9 +366,7 @@ def _gpt_oss(found: Section) -> None:
     sinks = model["num_layers"] * model["num_attention_heads"]
     found.not_expressed.append("attention sinks: Megatron's softmax_type learnable, one number a head; taken as none")
     found.differences.append((sinks, "attention sinks"))
-    types = keys.texts("layer_types", _LAYER_TYPES)
-    if keys.plain("sliding_window") is not None and ("sliding_attention" in types or not types):
-        found.lose("sliding_window", f"in every other layer; {_WINDOW}")
+    _alternating_windows(found)
     model["mixture_of_experts"] = {
         "num_moe_experts": keys.integer("num_local_experts"),
         "moe_router_topk": keys.integer("num_experts_per_tok"),
@@ -373,6 +374,19 @@ def _gpt_oss(found: Section) -> None:
         "moe_router_load_balancing_type": "none",
     }
     keys.plain("router_aux_loss_coef")
+
+
+def _alternating_windows(found: Section) -> None:
+    """Sliding windows in every other layer, from the first."""
+    keys, layers = found.keys, found.model["num_layers"]
+    types = keys.texts("layer_types", _LAYER_TYPES)
+    _window(found)
+    pair = ("sliding_attention", "full_attention")
+    if found.launch and types in ([], [pair[layer % 2] for layer in range(layers)]):
+        found.launch.append("--window-attn-skip-freq 2")
+    elif found.launch:
+        found.launch.clear()
+        found.lose("sliding_window", WINDOW)
 
 
 def _latent(found: Section) -> None:

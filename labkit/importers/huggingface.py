@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from labkit.errors import InputError, nearest
 from labkit.importers.documents import parse_json, source_name, text_from
-from labkit.importers.families import Section, section
+from labkit.importers.families import WINDOW, Section, section
 from labkit.importers.imported import Imported
 from labkit.importers.keys import Keys
 from labkit.memory.parameters import expert_biases, parameter_count, without_prediction
@@ -55,7 +55,8 @@ def import_huggingface(path: Path | None, layout: Layout | None = None) -> Impor
     assumed = [*found.assumed, *_kernels(found)]
     if asked:
         assumed.append(_unsaid(workload, layout))
-    return Imported(workload, [], found.not_expressed, assumed, _counts(workload, found, path))
+    not_priced = [f"{argument}: {WINDOW}" for argument in found.launch]
+    return Imported(workload, not_priced, found.not_expressed, assumed, _counts(workload, found, path))
 
 
 def read_config(config: Mapping[str, Any], source: str) -> Section:
@@ -135,7 +136,9 @@ def _mapping(found: Section, name: str, layout: Layout) -> dict[str, Any]:
         training["gpu"] = layout.gpu
     if found.kernels:
         training["kernels"] = found.kernels
-    return {**mapping, "training": training} if training else mapping
+    if training:
+        mapping["training"] = training
+    return {**mapping, "launch": {"arguments": found.launch}} if found.launch else mapping
 
 
 def _kernels(found: Section) -> list[str]:

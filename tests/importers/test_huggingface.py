@@ -122,9 +122,14 @@ def test_what_has_no_field_is_named(tmp_path: Path) -> None:
     assert [note.partition(":")[0] for note in imported.not_expressed] == [
         "hidden_act 'silu'",
         "attention sinks",
-        "sliding_window 128",
         "attention_chunk 5",
     ]
+    assert imported.not_priced == [
+        "--window-size 127,0: taken as attention to everything before",
+        "--window-attn-skip-freq 2: taken as attention to everything before",
+    ]
+    assert imported.workload.launch is not None
+    assert imported.workload.launch.arguments == ("--window-size 127,0", "--window-attn-skip-freq 2")
     assert imported.counted == [
         "20,914,757,184 (20.91 billion); 1,536 of them, attention sinks, are not in this file",
     ]
