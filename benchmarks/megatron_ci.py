@@ -19,7 +19,8 @@ from labkit.drivers.trace.driver import Trace
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError, LabkitError
 from labkit.files import read_regular
-from labkit.importers.megatron import Imported, MegatronReader, import_text
+from labkit.importers.imported import Imported
+from labkit.importers.megatron import MegatronReader, import_text
 from labkit.workload.base import Part
 from labkit.workload.files import text_of
 from labkit.workload.workload import first_problem

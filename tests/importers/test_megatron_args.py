@@ -17,7 +17,7 @@ import yaml
 
 from labkit.errors import InputError
 from labkit.importers.fields import _MEANING, EXPRESSED
-from labkit.importers.megatron import import_megatron
+from labkit.importers.megatron import _backend_note, import_megatron
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
@@ -271,12 +271,22 @@ def test_command_writes_a_workload_whole(tmp_path: Path) -> None:
     lost = "not priced: --fp8-format hybrid: FP8 copies of weights and activations; taken as bf16 throughout"
     unknown = "assumed: left out, as it decides no memory: --data-path "
     unknown += "(needs ${1}, which is given when the script is called), --train-iters (needs $ITERS, which is not set)"
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", f"labkit: {unknown}\nlabkit: {lost}\n")
-    assert output.read_text().startswith(f"# {unknown}\n# {lost}\n")
+    notes = ["assumed: GPU: none is stated; h100-80gb (--gpu says another)", unknown, lost]
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr == "".join(f"labkit: {note}\n" for note in notes)
+    assert output.read_text().startswith("".join(f"# {note}\n" for note in notes))
     workload = Workload.load(output)
     assert (workload.model.name, workload.parallelism.world_size) == ("my-run", 4)
     stated = yaml.safe_load(output.read_text())
     assert stated["training"]["kernels"]["apply_rope_fusion"] is False
+
+
+def test_own_layers_have_nothing_to_choose() -> None:
+    own = Workload.load("gpt-local").model_dump(exclude_unset=True)
+    own["training"]["kernels"]["attention_backend"] = "auto"
+    assert _backend_note(Workload.from_mapping(own)) == []
+    engines = {**own, "training": {"kernels": {"attention_backend": "auto", "bias_activation_fusion": False}}}
+    assert _backend_note(Workload.from_mapping(engines))[0].startswith("--attention-backend auto: fused")
 
 
 def test_files_that_say_nothing_are_refused_before_megatron_starts(tmp_path: Path) -> None:
