@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "workload": GROUND,
     "ledger": TABLE,
     "allocator": TABLE,
-    "snapshot": TABLE,
+    "snapshot": TABLE | {"snapshot"},
     "summary": TABLE,
     "ranges": GROUND | {"summary"},
     "work": GROUND,
