@@ -87,6 +87,23 @@ def time_estimate(runs: int) -> Timing:
     return Timing("labkit estimate", 1, [timed(command) for _ in range(runs)], note)
 
 
+def time_plans(runs: int) -> list[Timing]:
+    """`labkit plan`, the shell to the answer: one layout, and all of them."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="labkit-bench-") as folder:
+        deep = Path(folder) / "deep.yaml"
+        layout = {"world_size": 64, "expert_model_parallel_size": 8}
+        deep.write_text(json.dumps(deep_model(61).model_dump(mode="json") | {"parallelism": layout}))
+        for name, path in (("Nemotron 3 Nano", "data/workloads/nemotron-3-nano.yaml"), ("61 layers", str(deep))):
+            for options in ([], ["--settings"]):
+                command = [*LABKIT, "plan", path, "--budget", "80GB", "--json", *options]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+                note = f"{json.loads(done.stdout)['considered']} choices"
+                what = " ".join(["labkit plan", *options])
+                found.append(Timing(f"{what}, {name}", 3, [timed(command) for _ in range(runs)], note))
+    return found
+
+
 def time_trace() -> Timing:
     """`labkit trace`, one cell."""
     return Timing("labkit trace, one Moonlight cell", 15, [timed([*LABKIT, "trace", WORKLOAD, "--json"])])
@@ -237,7 +254,14 @@ def main() -> None:
     options = parser.parse_args()
 
     facts = machine()  # before the work, so that the load is other people's
-    timings = [time_estimate(runs=7), *time_outlines(64), time_sweep(), time_trace(), *time_warm_traces()]
+    timings = [
+        time_estimate(runs=7),
+        *time_plans(runs=3),
+        *time_outlines(64),
+        time_sweep(),
+        time_trace(),
+        *time_warm_traces(),
+    ]
     if not options.quick:
         timings.append(time_study())
     if options.tests:

@@ -474,13 +474,16 @@ def simulate(
     return Simulated(blocks, reserved, retries, out_of_memory)
 
 
-def simulate_training(events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training) -> Simulated:
-    """Replay a rank's events with its allocator's settings: what would be reserved if the GPU had room for it.
-
-    Where that is more than the GPU has, `retries` and `out_of_memory` say how the rank does within it.
-    """
+def simulate_unlimited(events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training) -> Simulated:
+    """Replay a rank's events with its allocator's settings as if the GPU had room for whatever is asked for."""
     gpu_bytes = GPUS[training.gpu].total_memory_bytes
-    free = simulate(events, streams, training.allocator, device_bytes=gpu_bytes, limited=False)
+    return simulate(events, streams, training.allocator, device_bytes=gpu_bytes, limited=False)
+
+
+def simulate_training(events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training) -> Simulated:
+    """The same; where that is more than the GPU has, `retries` and `out_of_memory` say how the rank does within it."""
+    gpu_bytes = GPUS[training.gpu].total_memory_bytes
+    free = simulate_unlimited(events, streams, training)
     if not free.reserved or free.reserved[-1][1] <= training.allocator.per_process_memory_fraction * gpu_bytes:
         return free
     within = simulate(events, streams, training.allocator, device_bytes=gpu_bytes)

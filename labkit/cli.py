@@ -181,8 +181,10 @@ def plan(
     ] = None,
     *,
     settings: Annotated[
-        bool, typer.Option("--settings", help="Also other layouts of its GPUs, and smaller micro-batches.")
+        bool,
+        typer.Option("--settings", help="Also all choices in other layouts of its GPUs and smaller micro-batches."),
     ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every choice, not only the best.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="STUDY.yaml", parser=_path, help="Also write the study to confirm it."),
@@ -201,7 +203,7 @@ def plan(
     if output is not None:
         write_atomically(output, advice.study_text)
         _warn(f"{output}: the study that would confirm it")
-    _show(advice, json)
+    _show(advice.with_all_shown() if everything else advice, json)
 
 
 @app.command()

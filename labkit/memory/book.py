@@ -144,15 +144,21 @@ class Book:
                     lifetime=about.lifetime,
                 )
 
-    def peak(self, block_bytes: dict[int, int]) -> int:
-        """The largest sum of the live rows' blocks, with the size of the block each entry got."""
+    def levels(self, block_bytes: dict[int, int]) -> list[int]:
+        """The sum of the live rows' blocks from each clock on, with the size of the block each entry got."""
         changes = [0] * (self._clock + 1)
         for number, entry in enumerate(self.entries, start=1):
             nbytes = block_bytes[self._blocks.get(number, number)]
             changes[entry.born] += nbytes
             if entry.dies is not None:
                 changes[entry.dies] -= nbytes
-        return max(accumulate(changes))
+        return list(accumulate(changes))
+
+    def at(self, clock: int, block_bytes: dict[int, int]) -> Iterator[tuple[Entry, int]]:
+        """The entries alive at a clock, each with its block's bytes."""
+        for number, entry in enumerate(self.entries, start=1):
+            if entry.born <= clock and (entry.dies is None or entry.dies > clock):
+                yield entry, block_bytes[self._blocks.get(number, number)]
 
     def rows(self, rank: int, block_bytes: dict[int, int]) -> Iterator[Row]:
         """The ledger rows, with the size of the block each entry got.

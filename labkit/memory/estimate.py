@@ -1,14 +1,16 @@
 """`estimate`: what one rank holds, in closed form, explained row by row; no GPU, no torch."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Literal
 
-from labkit.allocator import Simulated, simulate_training
+from labkit.allocator import Simulated, simulate_training, simulate_unlimited
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import before, margin_over, margin_rows
-from labkit.memory.outline import Outline, outline
+from labkit.memory.outline import Outline, PhaseLevel, outline
 from labkit.memory.replay import Replay, replay
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
@@ -41,10 +43,10 @@ class Estimate(Result):
         return self.peak_allocated_bytes
 
     def _play(self) -> Written:
-        book, simulated = _written(self.workload, self.stage)
+        book = _book(self.workload, self.stage)
+        simulated = simulate_training(book.events, book.streams, self.workload.training)
         ledger = Ledger(book.rows(self.rank, simulated.block_bytes), book.moments)
-        fragmentation = simulated.fragmentation(lambda event: book.entries[book.events[event][0] - 1].phase)
-        return Written(ledger, simulated.reserved[-1][1], fragmentation)
+        return Written(ledger, simulated.reserved[-1][1], _fragmentation(book, simulated))
 
     @cached_property
     def summary(self) -> Summary:
@@ -116,18 +118,56 @@ def estimate(workload: Workload, stage: int | None = None) -> Estimate:
     return Estimate(workload, fullest_stage(workload) if stage is None else stage)
 
 
-def peak_allocated(workload: Workload, stage: int) -> int:
-    """What an estimate of a stage has as its peak, without rows."""
-    book, simulated = _written(workload, stage)
-    return book.peak(simulated.block_bytes)
+class BlockPeaks:
+    """What the estimate of a stage's first rank has as its peaks, in allocator blocks; no rows, half the cost."""
+
+    def __init__(self, workload: Workload, stage: int) -> None:
+        self._book = book = _book(workload, stage)
+        self._training = workload.training
+        self._block_bytes = simulate_unlimited(book.events, book.streams, self._training).block_bytes
+        levels = book.levels(self._block_bytes)
+        self._peaks: dict[tuple[int, str], tuple[int, int]] = {}
+        """(bytes, clock) by iteration and phase."""
+        for moment, following in zip_longest(book.moments, book.moments[1:]):
+            # A stretch begins with what is alive when it begins.
+            stretch = range(moment.clock - 1, len(levels) if following is None else following.clock)
+            clock = max(stretch, key=levels.__getitem__)
+            key = moment.iteration, moment.phase
+            self._peaks[key] = max(self._peaks.get(key, (0, 0)), (levels[clock], clock), key=lambda peak: peak[0])
+        self.phases = [PhaseLevel(*key, nbytes) for key, (nbytes, _) in self._peaks.items()]
+        first = next(moment.clock for moment in book.moments if (moment.iteration, moment.phase) == (1, "forward"))
+        self.before_bytes = levels[first - 1]
+        """Alive before the first step."""
+
+    @cached_property
+    def fragmentation(self) -> str:
+        """See `labkit.summary.Written`."""
+        return _fragmentation(self._book, simulate_training(self._book.events, self._book.streams, self._training))
+
+    @property
+    def peak(self) -> PhaseLevel:
+        """The largest, the first of equals."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    def held(self, iteration: int, phase: str) -> Counter[str]:
+        """Bytes by tensor, like modules of all layers together, at the largest moment of a phase."""
+        _, clock = self._peaks[iteration, phase]
+        held: Counter[str] = Counter()
+        for entry, nbytes in self._book.at(clock, self._block_bytes):
+            module = ".".join(part for part in entry.module.split(".") if not part.isdigit())
+            held[f"{module.removeprefix('decoder.layers.')} {entry.tensor}".strip()] += nbytes
+        return held
 
 
-def _written(workload: Workload, stage: int) -> tuple[Book, Simulated]:
-    """Two steps, and what the allocator makes of them."""
+def _fragmentation(book: Book, simulated: Simulated) -> str:
+    return simulated.fragmentation(lambda event: book.entries[book.events[event][0] - 1].phase)
+
+
+def _book(workload: Workload, stage: int) -> Book:
+    """Two steps of a stage's first rank."""
     model, book = chunks(workload, stage), Book()
-    state = State(model, workload, stage)
-    run_steps(workload, stage, model, loss_chunk(workload), Writer(book, state))
-    return book, simulate_training(book.events, book.streams, workload.training)
+    run_steps(workload, stage, model, loss_chunk(workload), Writer(book, State(model, workload, stage)))
+    return book
 
 
 def fullest_stage(workload: Workload) -> int:

@@ -154,7 +154,7 @@ class _Outcome(NamedTuple):
 
 def _meters(unit: Unit, numbers: Numbers) -> _Meters:
     """Those of a unit, and of all that have its script and its tape, which keeps them."""
-    found: dict[object, _Meters] = unit.tape.meters
+    found: dict[object, _Meters] = unit.tape.sums
     key = numbers.size, unit.script
     if key not in found:
         found[key] = _Meters(unit, numbers)

@@ -84,6 +84,15 @@ def play(
     return player.script
 
 
+def holds_output(
+    tape: Tape, found: list[Region], *, workspaces: WorkspaceBytes, fused_weight_gradients: bool, differentiates: bool
+) -> bool:
+    """What the unit's script has as `Script.output_held`: its forward pass alone decides."""
+    player = _Player(tape, found, workspaces, fused_weight_gradients=fused_weight_gradients)
+    player.forward(keep=differentiates, input_held=False)
+    return player.script.output_held
+
+
 class _Player:
     def __init__(self, tape: Tape, found: list[Region], sizes: WorkspaceBytes, *, fused_weight_gradients: bool) -> None:
         self.script = Script([])

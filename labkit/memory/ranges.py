@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from labkit.memory.estimate import Estimate, fullest_stage, peak_allocated
+from labkit.memory.estimate import BlockPeaks, Estimate, fullest_stage
 from labkit.memory.outline import outline
 from labkit.ranges import Peaks
 from labkit.ranges import ranged as with_ranges
@@ -35,6 +35,6 @@ def ranged(result: Estimate) -> Summary:
 
         return peaks
 
-    estimated = with_each(lambda changed, stage: more + peak_allocated(changed, stage))
+    estimated = with_each(lambda changed, stage: more + BlockPeaks(changed, stage).peak.bytes)
     outlined = with_each(lambda changed, stage: base + outline(changed, stage).peak_bytes)
     return with_ranges(result.summary, estimated, outlined)

@@ -211,8 +211,8 @@ class Tape:
     keep them until the chunk's forward returns, what saves them longer."""
     backward_at: dict[int, float] = field(default_factory=dict)
     """Operations whose backward does not run in reverse order of forward, and the forward index it runs as."""
-    meters: dict[Any, Any] = field(default_factory=dict)
-    """What `labkit.memory.meter` has summed up of it, kept as long as the tape."""
+    sums: dict[Any, Any] = field(default_factory=dict)
+    """What `labkit.memory.meter` and `labkit.memory.replay` have summed up of it, kept as long as the tape."""
     path: str = ""
     """Dotted path of the current module, markers included.
 

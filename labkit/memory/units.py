@@ -21,7 +21,7 @@ from labkit.memory.layers.decoder import (
     record_sent,
 )
 from labkit.memory.layers.sizes import Sizes
-from labkit.memory.player import play
+from labkit.memory.player import holds_output, play
 from labkit.memory.recompute import Region, regions, whole
 from labkit.memory.script import Script
 from labkit.memory.tape import Tape
@@ -177,7 +177,12 @@ def _repeats(kinds: tuple[int, ...], start: int, length: int) -> int:
 
 def chunks(workload: Workload, stage: int = 0) -> list[Chunk]:
     """The model chunks of a pipeline rank: one, or several under an interleaved schedule."""
-    return _recorder(_recorded(workload)).chunks(workload.recompute, stage)
+    return recorder(workload).chunks(workload.recompute, stage)
+
+
+def recorder(workload: Workload) -> "Recorder":
+    """What has recorded a workload, for any recompute choice."""
+    return _recorder(_recorded(workload))
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,17 @@ class Recorder:
         return record_front if front else received, end
 
     def _holds_output(self, tape: Tape, labels: frozenset[str], checkpointed: bool) -> bool:
-        return self._play(tape, labels, checkpointed)[0].output_held
+        plays, chosen, found = self._choose(tape, labels, checkpointed)
+        key = chosen, self._differentiates
+        if key not in plays.holding:
+            plays.holding[key] = holds_output(
+                tape,
+                found,
+                workspaces=self._workspaces,
+                fused_weight_gradients=self._fused,
+                differentiates=self._differentiates,
+            )
+        return plays.holding[key]
 
     def _plan(self, recompute: Recompute, layers: range) -> Iterator["_Plan"]:
         """Runs of layers that are recorded alike and checkpointed alike.
@@ -364,15 +379,9 @@ class Recorder:
         gradient: tuple[bool, bool] = (False, False),
         input_held: bool = False,
     ) -> tuple[Script, tuple[Region, ...]]:
-        if id(tape) not in self._plays:
-            weights = () if self._fused else tuple([op.weights for op in tape.ops])
-            self._plays[id(tape)] = _plays(_Form((tape.form, weights), tape))
-        plays = self._plays[id(tape)]
-        chosen = frozenset(("checkpoint",)) if checkpointed else labels & plays.labels
+        plays, chosen, found = self._choose(tape, labels, checkpointed)
         key = chosen, self._workspaces, self._fused, gradient, input_held, self._differentiates
         if key not in plays.scripts:
-            possible = plays.regions
-            found = [whole(tape)] if checkpointed else [region for region in possible if region.label in chosen]
             script = play(
                 tape,
                 found,
@@ -385,6 +394,19 @@ class Recorder:
             )
             plays.scripts[key] = script, tuple(found)
         return plays.scripts[key]
+
+    def _choose(
+        self, tape: Tape, labels: frozenset[str], checkpointed: bool
+    ) -> tuple["_Plays", frozenset[str], list[Region]]:
+        """How tapes of its form play, the labels that concern them, and the regions that those make of it."""
+        if id(tape) not in self._plays:
+            weights = () if self._fused else tuple([op.weights for op in tape.ops])
+            self._plays[id(tape)] = _plays(_Form((tape.form, weights), tape))
+        plays = self._plays[id(tape)]
+        if checkpointed:
+            return plays, frozenset(("checkpoint",)), [whole(tape)]
+        chosen = labels & plays.labels
+        return plays, chosen, [region for region in plays.regions if region.label in chosen]
 
 
 @dataclass(frozen=True)
@@ -403,6 +425,8 @@ class _Plays:
         """All that labels could make of them."""
         self.labels = frozenset(region.label for region in self.regions)
         self.scripts: dict[Hashable, tuple[Script, tuple[Region, ...]]] = {}
+        self.holding: dict[Hashable, bool] = {}
+        """Whether their output is held (`holds_output`)."""
 
 
 @lru_cache(maxsize=512)

@@ -1,16 +1,17 @@
 """What `labkit plan` says, as data and for people."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
+from pydantic import Field
 
 from labkit.workload import Recompute, Workload
 from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB, GPUS
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
 
 _SHOWN_SHORT, _SHOWN_FITTING = 4, 6
@@ -32,13 +33,34 @@ class Option(Part):
     """With the margin."""
     saved_bytes: int
     """Less than the workload as it is."""
-    fits: bool
+    retained_bytes: int
+    """What forward leaves for backward, in allocator blocks."""
+    is_exact: bool
+    """Its peak is that of `labkit estimate`; else of blocks of fresh segments, 1 % above to 2 % below."""
+    fits: bool | None
+    """None: it is too near the budget to say without its exact price."""
+    on_front: bool
+    """No other choice undercuts it in both peak and cost."""
     replay_seconds: float
     """Of a step: the least that running again takes."""
+    replay_share: float
+    """The same as a share of `Advice.step_seconds`."""
     replay_flops: int
     replay_communicated_bytes: int
     replay_regions: int
     """Regions that a micro-batch runs again."""
+
+
+class LabelPrice(Part):
+    """What a label saves and costs alone, against no recompute."""
+
+    label: str
+    reason: str = ""
+    """Why it is not among the choices; its figures are 0 then."""
+    retained_saved_bytes: int = 0
+    peak_saved_bytes: int = 0
+    replay_seconds: float = 0.0
+    replay_regions: int = 0
 
 
 class Saving(Part):
@@ -56,8 +78,11 @@ class Advice(Part):
     workload_hash: str
     budget_name: str
     budget_bytes: int
+    step_seconds: float
+    """The least that a step's forward and backward take on the GPU: every operation at the slowest of compute, memory
+    and NVLink, at data-sheet speeds (`labkit.memory.replay`)."""
     considered: int
-    """Choices that were priced."""
+    """Choices that were priced, those in other settings included."""
     control: Option
     """The workload as it is."""
     first: Option | None
@@ -65,14 +90,17 @@ class Advice(Part):
     labels: Option | None
     """Of lists of labels the first that fits; None where none does."""
     options: Many[Option]
-    """Those that no other one undercuts in both peak and cost, cheapest first; their peaks are of blocks of fresh
-    segments, 1 % above to 2 % below the exact ones of `control`, `first` and `labels`."""
+    """All choices, cheapest first."""
     settings: Many[Option] = ()
     """Other layouts and micro-batches with the cheapest choice that fits each, nearest first."""
+    alone: Many[LabelPrice] = ()
+    """Each label by itself."""
     savings: Many[Saving] = ()
     """Where the first choice's saving comes from, largest first."""
     sentences: Many[str]
     """The advice and its reasons."""
+    shows_all: bool = Field(default=False, exclude=True)
+    """The table for people has every choice."""
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
@@ -80,25 +108,30 @@ class Advice(Part):
         layout = f"{self.workload.parallelism.world_size} x {GPUS[self.workload.training.gpu].name}"
         yield Text.assemble((self.workload.model.name, "bold"), f"  {layout}, {self.considered} choices priced")
         yield from map(Text, self.sentences)
-        yield _table(self._shown(), self.control.label, self.first)
+        yield _options(self._shown(), self.control.label, self.first)
         if self.savings:
             assert self.first is not None
             yield Text(f"What {self.first.label} does not hold where {self.control.label} peaks:")
             yield from (Text(f"  {_gib(saving.bytes):>7} GiB  {saving.tensor}") for saving in self.savings)
+        yield from _labels(self.alone)
         if self.settings:
-            yield _table(self.settings, "", None)
+            yield _options(self.settings, "", None)
+
+    def with_all_shown(self) -> Self:
+        """The same, whose table has every choice."""
+        return self.model_copy(update={"shows_all": True})
 
     def _around(self) -> "list[Option]":
         """The front around the budget: the nearest that do not fit, the cheapest that do, and the lowest."""
-        others = [option for option in self.options if option.label != self.control.label]
-        short = sorted((option for option in others if not option.fits), key=lambda option: option.covered_bytes)
-        fitting = [option for option in others if option.fits]
+        others = [option for option in self.options if option.on_front and option.label != self.control.label]
+        short = sorted((option for option in others if option.fits is False), key=lambda option: option.covered_bytes)
+        fitting = [option for option in others if option.fits is not False]
         return [*short[:_SHOWN_SHORT], *fitting[:_SHOWN_FITTING], *fitting[_SHOWN_FITTING:][-1:]]
 
     def _shown(self) -> "list[Option]":
-        """Those and the workload as it is, the cheapest first."""
-        exact = (self.control, self.labels, self.first)
-        shown = {option.label: option for option in (*self._around(), *exact) if option is not None}
+        """Those, or all if asked for, and the workload as it is, the cheapest first."""
+        exact, listed = (self.control, self.labels, self.first), self.options if self.shows_all else self._around()
+        shown = {option.label: option for option in (*listed, *exact) if option is not None}
         return sorted(shown.values(), key=lambda option: (option.replay_seconds, option.label))
 
     def study(self) -> dict[str, Any]:
@@ -121,38 +154,61 @@ class Advice(Part):
         return yaml.safe_dump(self.study(), sort_keys=False, width=120, allow_unicode=True)
 
 
-def _table(shown: "Sequence[Option]", control: str, first: Option | None) -> "Table":
+def _options(shown: "Sequence[Option]", control: str, first: Option | None) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        caption="replay: the least that running again takes, and regions a micro-batch", caption_justify="left"
-    )
+    caption = "~ within 1 or 2 %; replay and step: the least that running again takes; regions: of a micro-batch"
+    table = Table(caption=caption, caption_justify="left")
     setting = any(option.setting for option in shown)
     for name in ("recompute", *(("setting",) if setting else ())):
         table.add_column(name)
-    for name in ("peak GiB", "with margin", "saved", "replay ms", "regions"):
+    for name in ("peak GiB", "with margin", "saved", "replay ms", "step", "regions"):
         table.add_column(name, justify="right")
     table.add_column("peak in")
     table.add_column("fits")
     for option in shown:
         named = f"{option.label} (as it is)" if option.label == control else option.label
+        about = "" if option.is_exact else "~"
         table.add_row(
             Text(named, style="bold" if first is not None and option.label == first.label else ""),
             *([Text(option.setting)] if setting else []),
-            _gib(option.peak_allocated_bytes),
-            _gib(option.covered_bytes),
+            f"{about}{_gib(option.peak_allocated_bytes)}",
+            f"{about}{_gib(option.covered_bytes)}",
             _gib(option.saved_bytes),
             f"{option.replay_seconds * 1e3:.2f}",
+            f"+{option.replay_share:.1%}",
             str(option.replay_regions),
             option.peak_phase.replace("_", " "),
-            Text("yes", style="green") if option.fits else Text("no", style="red"),
+            {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("near")}[option.fits],
         )
     return table
 
 
+def _labels(prices: "Sequence[LabelPrice]") -> "Iterator[RenderableType]":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Each label alone, against none", title_justify="left")
+    table.add_column("label")
+    for name in ("retained GiB saved", "peak GiB saved", "replay ms", "regions"):
+        table.add_column(name, justify="right")
+    for price in prices:
+        if not price.reason:
+            table.add_row(
+                price.label,
+                _gib(price.retained_saved_bytes),
+                _gib(price.peak_saved_bytes),
+                f"{price.replay_seconds * 1e3:.2f}",
+                str(price.replay_regions),
+            )
+    if table.row_count:
+        yield table
+    yield Text("Not worth trying: " + "; ".join(price.reason for price in prices if price.reason) + ".")
+
+
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}"
+    return f"{nbytes / GIB:z.2f}"
 
 
 def _plain(recompute: Recompute) -> dict[str, Any]:

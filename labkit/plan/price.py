@@ -1,17 +1,18 @@
-"""What each recompute choice holds and costs, by the estimator's outline: a few milliseconds a choice."""
+"""What each recompute choice holds and costs, by the estimator's outline: half a millisecond a choice."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from labkit.ledger import WITHOUT_ACTIVATIONS
-from labkit.memory.estimate import estimate
-from labkit.memory.layers.sizes import Sizes
+from labkit.memory.estimate import BlockPeaks
 from labkit.memory.margin import margin_over
 from labkit.memory.meter import Integers
-from labkit.memory.outline import Outline, block, outline_of
-from labkit.memory.replay import Replay, replay
-from labkit.memory.units import Recorder
+from labkit.memory.outline import Outline, block, outline, outline_of
+from labkit.memory.replay import Replay, replay, replayed_regions, run_once
+from labkit.memory.units import recorder
 from labkit.workload import Recompute, Workload
+from labkit.workload.stages import fullest_stages, stage_layers, warmup_passes
 
 
 class Priced(NamedTuple):
@@ -25,8 +26,8 @@ class Priced(NamedTuple):
     """Allocator blocks."""
     covered_bytes: int
     """With the margin that an estimate sets aside, on the stage that needs most."""
-    fragmentation: str
-    """What an exact price says of segments that do not fit the GPU where the peak does; else empty."""
+    retained_bytes: int
+    """What forward leaves for backward, on the stage that peaks, in blocks too."""
     floor_bytes: int
     """The largest peak of the phases that no recompute choice lowers."""
     replay: Replay
@@ -39,64 +40,118 @@ class Priced(NamedTuple):
         """The recompute choice."""
         return self.workload.recompute.label
 
-
-def priced(workload: Workload, choices: Iterable[Recompute]) -> Iterator[Priced]:
-    """The workload under each choice."""
-    recorder = Recorder(workload, Sizes.of(workload))
-    for choice in choices:
-        case = workload.model_copy(update={"recompute": choice})
-        yield _priced(recorder, case)
+    @property
+    def is_list(self) -> bool:
+        """It is a list of labels."""
+        return self.workload.recompute.recompute_granularity == "selective"
 
 
-def _priced(recorder: Recorder, case: Workload) -> Priced:
-    stages: list[Outline] = []
-    replays: list[Replay] = []
-    regions = 0
-    for stage in range(case.parallelism.pp):
-        model = recorder.chunks(case.recompute, stage)
-        stages.append(outline_of(model, case, stage, Integers(block)))
-        replays.append(replay(model, case))
-        regions = max(regions, sum(len(unit.regions) for chunk in model for unit in chunk.units))
-    stage, peak = max(
-        ((stage, phase) for stage, found in enumerate(stages) for phase in found.phases),
-        key=lambda each: each[1].bytes,
-    )
-    return Priced(
-        workload=case,
-        stage=stage,
-        iteration=peak.iteration,
-        phase=peak.phase,
-        peak_bytes=peak.bytes,
-        covered_bytes=max(_covered(case, found) for found in stages),
-        fragmentation="",
-        floor_bytes=max(
-            phase.bytes for found in stages for phase in found.phases if phase.phase in WITHOUT_ACTIVATIONS
-        ),
-        replay=max(replays, key=lambda each: each.seconds),
-        regions=regions,
-    )
+class Pricer:
+    """Prices recompute choices of a workload; what is recorded of a layer serves them all."""
 
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._recorder = recorder(workload)
+        self._stages = fullest_stages(workload)
+
+    def each(self, choices: Iterable[Recompute]) -> Iterator[Priced]:
+        """The workload under each choice."""
+        return map(self.price, choices)
+
+    def price(self, choice: Recompute) -> Priced:
+        """The workload under a choice."""
+        case = self.workload.model_copy(update={"recompute": choice})
+        outlines: list[Outline] = []
+        replays: list[Replay] = []
+        regions = 0
+        for stage in self._stages:
+            model = self._recorder.chunks(choice, stage)
+            outlines.append(outline_of(model, case, stage, Integers(block)))
+            replays.append(replay(model, case))
+            regions = max(regions, replayed_regions(model))
+        found = [(number, phase) for number, each in enumerate(outlines) for phase in each.phases]
+        number, peak = max(found, key=lambda each: each[1].bytes)
+        return Priced(
+            workload=case,
+            stage=self._stages[number],
+            iteration=peak.iteration,
+            phase=peak.phase,
+            peak_bytes=peak.bytes,
+            covered_bytes=max(_covered(case, each) for each in outlines),
+            retained_bytes=outlines[number].retained_bytes,
+            floor_bytes=max(phase.bytes for _, phase in found if phase.phase in WITHOUT_ACTIVATIONS),
+            replay=max(replays, key=lambda each: each.seconds),
+            regions=regions,
+        )
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """The least that a step's passes take on the stage whose forward takes longest.
+
+        Backward does twice the products of forward, of inputs and of weights; the latter not for frozen weights.
+        """
+        models = (self._recorder.chunks(Recompute(), stage) for stage in self._stages)
+        forward = max(run_once(model, self.workload).seconds for model in models)
+        return forward * (3 if self.workload.training.lora is None else 2)
+
+
+def worth_pricing(workload: Workload, choices: Sequence[Recompute]) -> list[Recompute]:
+    """Those choices without uniform ones that replay what layer-by-layer recompute does and surely hold more.
+
+    While a region is run again it holds what its layers save, and the largest of n regions has at least an n-th of
+    what they all save above their boundaries.
+    """
+    if not any(each.recompute_method == "uniform" and each.recompute_num_layers != 1 for each in choices):
+        return list(choices)
+    bounds = []
+    for stage in fullest_stages(workload):
+        saving, cut = (outline(workload.model_copy(update={"recompute": each}), stage) for each in (_NONE, EVERY_LAYER))
+        under_way = min(warmup_passes(workload, stage) + 1, workload.num_microbatches * workload.parallelism.vpp)
+        saved = (saving.retained_bytes - cut.retained_bytes) / under_way
+        room = max(cut.peak_bytes - saving.between_steps_bytes, 1)
+        # The fewest regions that its longest chunk must be cut into.
+        bounds.append((max(map(len, stage_layers(workload, stage))), saved / room))
+    return [
+        each
+        for each in choices
+        if each.recompute_method != "uniform"
+        or all(-(-longest // (each.recompute_num_layers or 1)) >= fewest for longest, fewest in bounds)
+    ]
+
+
+_NONE = Recompute()
+EVERY_LAYER = Recompute(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 NEAR = 0.03
 """How far a choice's price may be from the exact one: blocks of fresh segments alone, where cached ones are smaller
 (up to 1 % in large models) or leave more over (2 % in small ones)."""
 
 
-def exactly(choice: Priced) -> Priced:
-    """A choice at the price of `labkit.memory.estimate`, which plays the allocator: a fraction of a second."""
-    results = [estimate(choice.workload, stage) for stage in range(choice.workload.parallelism.pp)]
-    result = max(results, key=lambda each: each.peak_allocated_bytes)
-    summary = result.summary
-    return choice._replace(
-        stage=results.index(result),
-        iteration=summary.peak_iteration,
-        phase=summary.peak_phase,
-        peak_bytes=summary.peak_allocated_bytes,
-        covered_bytes=max(each.peak_allocated_bytes + each.summary.margin_bytes for each in results),
-        fragmentation=summary.fragmentation,
+class Exact(NamedTuple):
+    """A choice at the price of `labkit.memory.estimate`."""
+
+    priced: Priced
+    peaks: BlockPeaks
+    """Of its fullest stage."""
+
+
+def exactly(choice: Priced) -> Exact:
+    """Play the allocator, a tenth of a second a stage."""
+    case = choice.workload
+    stages = {stage: BlockPeaks(case, stage) for stage in fullest_stages(case)}
+    stage = max(stages, key=lambda each: stages[each].peak.bytes)
+    peak = stages[stage].peak
+    priced = choice._replace(
+        stage=stage,
+        iteration=peak.iteration,
+        phase=peak.phase,
+        peak_bytes=peak.bytes,
+        covered_bytes=max(
+            each.peak.bytes + margin_over(case, each.phases, each.before_bytes) for each in stages.values()
+        ),
     )
+    return Exact(priced, stages[stage])
 
 
 def _covered(case: Workload, outline: Outline) -> int:
-    highest: int = max(phase.bytes for phase in outline.phases)
-    return highest + margin_over(case, outline.phases, outline.set_up_bytes)
+    return outline.peak_bytes + margin_over(case, outline.phases, outline.set_up_bytes)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Set
 from itertools import chain, combinations
+from math import lcm
 
-from labkit.workload import Parallelism, Recompute, Workload
+from labkit.workload import Batch, Parallelism, Recompute, Workload
 from labkit.workload.recompute import RECOMPUTE_MODULES
 from labkit.workload.stages import stage_layers
 
@@ -15,7 +16,7 @@ def recompute_choices(workload: Workload) -> Iterator[Recompute]:
     that makes other regions, up to `_LONGEST_REGION`; block recompute with every number, of long chunks with
     `_MOST_BLOCKS` of them at even distances.
     """
-    labels = [label for label in RECOMPUTE_MODULES if _saves_something(workload, label)]
+    labels = [label for label in RECOMPUTE_MODULES if not why_not(workload, _selective((label,)))]
     lists = chain.from_iterable(combinations(labels, count) for count in range(len(labels) + 1))
     for modules in lists:
         yield from _valid(workload, _selective(modules))
@@ -55,15 +56,57 @@ def _full(method: str, count: int) -> Recompute:
     )
 
 
-def _saves_something(workload: Workload, label: str) -> bool:
-    """Whether a label can be in a list at all, and the rules do not call it idle."""
-    findings = workload.model_copy(update={"recompute": _selective((label,))}).findings
-    return not any(finding.field == "recompute.recompute_modules" for finding in findings)
+def why_not(workload: Workload, choice: Recompute) -> str:
+    """Why the rules reject a list of labels, or call one of them idle; empty where they do not."""
+    findings = workload.model_copy(update={"recompute": choice}).findings
+    return next((each.reason for each in findings if each.field == "recompute.recompute_modules"), "")
+
+
+def is_plain(choice: Recompute) -> bool:
+    """Lists of at most one label, and full recompute layer by layer."""
+    return len(choice.modules) < 2 if choice.recompute_granularity == "selective" else choice.recompute_num_layers == 1
 
 
 def _valid(workload: Workload, choice: Recompute) -> Iterator[Recompute]:
     if workload.model_copy(update={"recompute": choice}).can_run:
         yield choice
+
+
+def shorter(workload: Workload, part: int, of: int) -> Workload | None:
+    """The workload with sequences of `part` of `of` equal parts of their length; None where they do not divide so.
+
+    Of a packed batch each sequence and the shared prefix.
+    """
+    batch, layout = workload.batch, workload.parallelism
+    packed = batch.packed
+    if packed is None:
+        length, left = divmod(batch.seq_length * part, of)
+        changed = batch.model_copy(update={"seq_length": length})
+        return None if left or not length else workload.model_copy(update={"batch": changed})
+    unit = _unit(layout)
+    lengths = tuple(max(length * part // of // unit, 1) * unit for length in packed.lengths)
+    prefix, busiest = min(packed.shared_prefix * part // of, min(lengths) - 1), packed.busiest_rank_rows
+    update = {
+        "lengths": lengths,
+        "shared_prefix": prefix,
+        "busiest_rank_rows": None if busiest is None else -(-busiest * part // of),
+    }
+    changed = batch.model_copy(update={"packed": packed.model_copy(update=update), "seq_length": 1})
+    return workload.model_copy(update={"batch": _padded(changed, layout)})
+
+
+def _padded(batch: Batch, layout: Parallelism) -> Batch:
+    """A packed batch with as many rows as its ranks can share."""
+    if batch.packed is None:
+        return batch
+    multiple = lcm(_unit(layout), layout.tp)
+    rows = max(batch.packed.rows, batch.seq_length)
+    return batch.model_copy(update={"seq_length": -(-rows // multiple) * multiple})
+
+
+def _unit(layout: Parallelism) -> int:
+    """A context-parallel rank has two parts of a sequence."""
+    return 2 * layout.cp if layout.cp > 1 else 1
 
 
 def other_settings(workload: Workload) -> Iterator[Workload]:
@@ -128,6 +171,6 @@ def _laid_out(
     parallelism: Parallelism = layout.model_copy(update=update)
     if layout.world_size % (parallelism.tp * parallelism.pp * parallelism.cp):
         return None
-    batch = workload.batch.model_copy(update={"micro_batch_size": micro_batch})
+    batch = _padded(workload.batch.model_copy(update={"micro_batch_size": micro_batch}), parallelism)
     other = workload.model_copy(update={"parallelism": parallelism, "batch": batch})
     return other if other.can_run else None

@@ -59,20 +59,28 @@ def warmup_passes(workload: Workload, stage: int) -> int:
 
 
 def differing_stages(workload: Workload) -> list[tuple[int, ...]]:
-    """The pipeline stages, those together that hold the same: middle ones with like layers and as much under way.
-
-    Arguments that no field expresses may divide the layers in another way: with those each stage is by itself.
-    """
-    layout, alike = workload.parallelism, dict[object, list[int]]()
-    stages = range(layout.pp)
-    for stage in stages:
-        ends = stage in (stages[0], stages[-1]) or workload.launch is not None
-        layers = [[_kind(workload, layer) for layer in chunk] for chunk in stage_layers(workload, stage)]
-        # Marks also say where layers of multi-token prediction are.
-        marks = layout.marked_stages[stage :: layout.pp]
-        key = (stage if ends else None, str(layers), marks, warmup_passes(workload, stage))
-        alike.setdefault(key, []).append(stage)
+    """The pipeline stages, those together that hold the same: middle ones with like layers and as much under way."""
+    alike = dict[object, list[int]]()
+    for stage in range(workload.parallelism.pp):
+        alike.setdefault((_layers_like(workload, stage), warmup_passes(workload, stage)), []).append(stage)
     return [tuple(together) for together in alike.values()]
+
+
+def fullest_stages(workload: Workload) -> list[int]:
+    """The pipeline stages that can be the fullest: of middle ones with like layers that with most under way."""
+    first = dict[object, int]()
+    for stage in range(workload.parallelism.pp):
+        first.setdefault(_layers_like(workload, stage), stage)  # `warmup_passes` falls from stage to stage
+    return list(first.values())
+
+
+def _layers_like(workload: Workload, stage: int) -> object:
+    """What a stage's layers are; at the ends, and where arguments may divide them in a way no field has, its number."""
+    layout = workload.parallelism
+    ends = stage in (0, layout.pp - 1) or workload.launch is not None
+    layers = [[_kind(workload, layer) for layer in chunk] for chunk in stage_layers(workload, stage)]
+    # Marks also say where layers of multi-token prediction are.
+    return stage if ends else None, str(layers), layout.marked_stages[stage :: layout.pp]
 
 
 def _kind(workload: Workload, layer: int) -> object:

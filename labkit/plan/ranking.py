@@ -1,0 +1,124 @@
+"""Priced choices, ranked: which fit a budget, which is cheapest, which no other one undercuts.
+
+Costs are lower bounds of time (`labkit.memory.replay`), and where the host sets the pace a step takes longer by the
+number of regions, not by their work (docs/replay_cost.md): so choices closer to the cheapest than `TIE` of a step are
+alike, and then the one with the fewest regions to run again is first.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from labkit.ledger import MATERIAL
+from labkit.plan.budget import Budget
+from labkit.plan.price import NEAR, Exact, Priced, exactly
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS
+
+TIE = 0.01
+"""Of a step's least time."""
+
+
+class Ranking:
+    """All choices of a workload, priced; the first is the workload as it is."""
+
+    def __init__(self, budget: Budget, choices: Sequence[Priced], step_seconds: float) -> None:
+        self.budget = budget
+        self.choices = choices
+        self.control = choices[0]
+        self.step_seconds = step_seconds
+        self._exact: dict[Workload, Exact] = {}
+
+    def exact(self, choice: Priced) -> Priced:
+        """The choice at its exact price, where it is looked at more closely."""
+        return self._exactly(choice).priced
+
+    def _exactly(self, choice: Priced) -> Exact:
+        if choice.workload not in self._exact:
+            self._exact[choice.workload] = exactly(choice)
+        return self._exact[choice.workload]
+
+    def fragmentation(self, choice: Priced) -> str:
+        """What the allocator has to do where the choice's peak is within its GPU's memory (`Written.fragmentation`)."""
+        within = self.exact(choice).peak_bytes < GPUS[choice.workload.training.gpu].total_memory_bytes
+        return self._exactly(choice).peaks.fragmentation if within else ""
+
+    def savings(self, choice: Priced) -> Counter[str]:
+        """Bytes by tensor of like modules that a choice does not hold where the control peaks."""
+        control = self.exact(self.control)
+        held, left = (
+            self._exactly(each).peaks.held(control.iteration, control.phase) for each in (self.control, choice)
+        )
+        return held - left
+
+    def seems_to_fit(self, choice: Priced) -> bool | None:
+        """Whether its peak and margin are within the budget; None where they are too near for anything but `fits`."""
+        if choice.workload in self._exact:
+            return self.fits(choice)
+        over = choice.covered_bytes / self.budget.bytes - 1
+        return None if abs(over) <= NEAR else over < 0
+
+    def fits(self, choice: Priced) -> bool:
+        """Whether they are; near the budget the exact price decides."""
+        over = choice.covered_bytes / self.budget.bytes - 1
+        return over < 0 if abs(over) > NEAR else self.exact(choice).covered_bytes <= self.budget.bytes
+
+    @property
+    def tie_seconds(self) -> float:
+        """Costs that differ by less are alike."""
+        return TIE * self.step_seconds
+
+    def cheapest(self, choices: Sequence[Priced]) -> Priced:
+        """Of those whose cost is alike the one with the fewest regions, then the cheapest."""
+        least = min(each.replay.seconds for each in choices)
+        alike = [each for each in choices if each.replay.seconds <= least + self.tie_seconds]
+        return min(alike, key=lambda each: (each.regions, each.replay.seconds))
+
+    def cheapest_that_fits(self, choices: Iterable[Priced]) -> Priced | None:
+        """The cheapest of those that fit; None if none does."""
+        left = [each for each in choices if self.seems_to_fit(each) is not False]
+        while left:
+            best = self.cheapest(left)
+            if self.fits(best):
+                return best
+            left = [each for each in left if each is not best]
+        return None
+
+    @cached_property
+    def first(self) -> Priced | None:
+        """What to try first: the cheapest that fits, or where the workload fits as it is what saves most for its cost.
+
+        None where nothing fits.
+        """
+        control = self.control
+        if not self.fits(control) or control.replay.seconds > self.tie_seconds:
+            return self.cheapest_that_fits(self.choices)
+        saving = [each for each in self.front if control.peak_bytes - each.peak_bytes > MATERIAL * control.peak_bytes]
+        if not saving:
+            return control
+        worth = {
+            id(each): (control.peak_bytes - each.peak_bytes) / (each.replay.seconds + self.tie_seconds)
+            for each in saving
+        }
+        return max(saving, key=lambda each: worth[id(each)])
+
+    @cached_property
+    def lists(self) -> list[Priced]:
+        """Choices that are lists of labels."""
+        return [each for each in self.choices if each.is_list]
+
+    @cached_property
+    def first_list(self) -> Priced | None:
+        """Of lists of labels the first that fits."""
+        return self.cheapest_that_fits(self.lists)
+
+    @cached_property
+    def front(self) -> list[Priced]:
+        """Choices that no cheaper one undercuts, cheapest first; of those alike the narrowest."""
+        front: list[Priced] = []
+        left = list(self.choices)
+        while left:
+            best = self.cheapest(left)
+            front.append(best)
+            left = [each for each in left if each.peak_bytes < best.peak_bytes * (1 - MATERIAL)]
+        return front

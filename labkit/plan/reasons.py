@@ -1,0 +1,176 @@
+"""The advice in sentences: what to try, what it holds and costs, and why nothing narrower does."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from labkit.ledger import MATERIAL, WITHOUT_ACTIVATIONS
+from labkit.plan.price import EVERY_LAYER, Priced
+from labkit.plan.ranking import Ranking
+from labkit.plan.ways import difference, layouts_that_fit, longest_that_fits
+from labkit.ranges import left_open
+from labkit.workload import Recompute, Workload
+from labkit.workload.gpu import GIB
+
+_SHOWN_NARROWER, _SHOWN_SETTINGS = 4, 3
+
+
+class Words(NamedTuple):
+    """Says what a ranking comes to."""
+
+    ranking: Ranking
+    others: Sequence[Priced]
+    """Other settings in which something fits, nearest first."""
+
+    def sentences(self) -> Iterator[str]:
+        """The advice and its reasons."""
+        first = self.ranking.first
+        yield from self._refusal() if first is None else self._proposal(first)
+        yield from _not_priced(self.ranking.control.workload)
+
+    @property
+    def _allowed(self) -> str:
+        budget = self.ranking.budget
+        return f"{budget.name} ({_gib(budget.bytes)})"
+
+    def _state(self, choice: Priced) -> str:
+        """What a choice holds, at its exact price."""
+        exact = self.ranking.exact(choice)
+        stage = f" of stage {exact.stage}" if exact.workload.parallelism.pp > 1 else ""
+        return f"{_gib(exact.peak_bytes)} in {exact.phase}{stage}, {_gib(exact.covered_bytes)} with its margin"
+
+    def _too_much(self, choice: Priced) -> str:
+        return f"{_gib(self.ranking.exact(choice).covered_bytes - self.ranking.budget.bytes)} too much"
+
+    def _proposal(self, first: Priced) -> Iterator[str]:
+        ranking, control = self.ranking, self.ranking.control
+        if first is control:
+            state = self._state(control)
+            yield f"Run it as it is, {control.label}: {state} fits {self._allowed}, and no choice saves more."
+            return
+        share = first.replay.seconds / ranking.step_seconds
+        cost = f"its replay takes at least {_ms(first)} a step, {share:.1%} of the least that a step takes"
+        if not ranking.fits(control):
+            short = f"{self._state(control)}, {self._too_much(control)}"
+            yield f"As it is, {control.label}, it does not fit {self._allowed}: {short}."
+            yield f"Try {first.label} first: {self._state(first)}, the cheapest choice that fits; {cost}."
+        elif control.replay.seconds > first.replay.seconds + ranking.tie_seconds:
+            less = (control.replay.seconds - first.replay.seconds) * 1e3
+            state = self._state(first)
+            yield f"Try {first.label} first: {state} fits {self._allowed} with {less:.2f} ms a step less to run again."
+        else:
+            yield f"As it is, {control.label}, it fits {self._allowed}: {self._state(control)}."
+            saved = _gib(ranking.exact(control).peak_bytes - ranking.exact(first).peak_bytes)
+            yield f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}."
+        if fragmentation := ranking.fragmentation(first):
+            yield fragmentation
+        yield from self._narrower(first)
+        yield from self._of_labels(first)
+        yield from self._floor(first)
+        if not ranking.fits(control):
+            yield from self._every_layer(first)
+            yield from self._as_it_is(control.workload.recompute)
+
+    def _every_layer(self, first: Priced) -> Iterator[str]:
+        """Full recompute layer by layer, where less than that is proposed."""
+        every = next((each for each in self.ranking.choices if each.workload.recompute == EVERY_LAYER), None)
+        if every is not None and every is not first and self.ranking.fits(every):
+            yield f"Full recompute of every layer, {every.label}, holds {self._state(every)}; {_ms(every)} of replay."
+
+    def _as_it_is(self, choice: Recompute) -> Iterator[str]:
+        """Settings in which the workload fits without another choice."""
+        for other in islice(layouts_that_fit(self.ranking, choice), _SHOWN_SETTINGS):
+            yield f"As it is it fits with {self._difference(other)}: {self._state(other)}."
+        yield from self._shorter(choice, "as it is")
+
+    def _shorter(self, choice: Recompute, how: str) -> Iterator[str]:
+        fitting = longest_that_fits(self.ranking, choice)
+        if fitting is not None:
+            packed = fitting.batch.packed
+            what = (
+                f"Sequences of up to {fitting.batch.seq_length}" if packed is None else f"Packs of up to {packed.rows}"
+            )
+            yield f"{what} tokens fit {how}."
+
+    def _refusal(self) -> Iterator[str]:
+        """Why nothing fits, and what would."""
+        ranking = self.ranking
+        least = min(ranking.choices, key=lambda each: each.covered_bytes)
+        yield f"No recompute choice fits {self._allowed}: the least is {least.label} with {self._state(least)}."
+        floor = min(each.floor_bytes for each in ranking.choices)
+        if floor > ranking.budget.bytes:
+            yield (
+                f"Before any activation the optimizer step needs {_gib(floor)}: no label helps; more GPUs, a "
+                "distributed optimizer or smaller optimizer dtypes do."
+            )
+        for each in islice(filter(ranking.fits, self.others), _SHOWN_SETTINGS):
+            yield f"{self._difference(each)} fits with {each.label}: {self._state(each)}."
+        shorter = list(self._shorter(least.workload.recompute, f"with {least.label}"))
+        yield from shorter
+        if not self.others and not shorter:
+            yield f"No other layout of {least.workload.parallelism.world_size} GPUs fits either; use more of them."
+
+    def _difference(self, other: Priced) -> str:
+        return difference(self.ranking.control.workload, other.workload)
+
+    def _narrower(self, first: Priced) -> Iterator[str]:
+        """Why what recomputes less does not do: only where the control does not fit."""
+        ranking = self.ranking
+        if ranking.fits(ranking.control):
+            return
+        modules = first.workload.recompute.modules
+        cheaper = [
+            each
+            for each in ranking.choices
+            if each is not ranking.control
+            and each.replay.seconds <= first.replay.seconds
+            and ranking.seems_to_fit(each) is not True
+        ]
+        inside = [each for each in cheaper if modules and each.workload.recompute.modules < modules]
+        nearest = sorted(inside or cheaper, key=lambda each: each.covered_bytes)
+        if not inside:
+            # Of every kind one: the nearest list of labels, whatever is nearer of the others.
+            lists, others = ([each for each in nearest if each.is_list is is_list] for is_list in (True, False))
+            nearest = [*others[: _SHOWN_NARROWER - 1], *lists] if len(others) else lists
+        for each in nearest[:_SHOWN_NARROWER]:
+            if not ranking.fits(each):
+                yield f"{each.label} is narrower and holds {self._state(each)}: {self._too_much(each)}."
+
+    def _of_labels(self, first: Priced) -> Iterator[str]:
+        """The narrowest list of labels that fits, where neither the control does nor the first choice is a list."""
+        ranking = self.ranking
+        if ranking.fits(ranking.control) or first.workload.recompute.modules:
+            return
+        best = ranking.first_list
+        if best is None:
+            least = min(ranking.lists, key=lambda each: each.covered_bytes)
+            yield f"No list of labels fits: the least is {least.label} with {self._state(least)}."
+            return
+        state = f"{self._state(best)}, {_ms(best)} of replay a step"
+        yield f"Of lists of labels {best.label} is the first that fits: {state}; no narrower one does."
+
+    def _floor(self, first: Priced) -> Iterator[str]:
+        if first.phase in WITHOUT_ACTIVATIONS:
+            what = WITHOUT_ACTIVATIONS[first.phase]
+            yield f"More labels will not lower the peak: {what} holds it now, where no activations are left."
+            return
+        if not any(each.peak_bytes < first.peak_bytes * (1 - MATERIAL) for each in self.ranking.choices):
+            yield "No other choice goes lower."
+
+
+def _not_priced(workload: Workload) -> Iterator[str]:
+    """What the peaks leave out, and what they rest on."""
+    if opened := list(left_open(workload)):
+        fields = ", ".join(dict.fromkeys(each.field for each in opened))
+        yield f"The peaks rest on what the workload does not state ({fields}): labkit estimate gives their range."
+    yield from (
+        str(each) for each in workload.findings if each.severity == "warning" and each.field.startswith("launch.")
+    )
+
+
+def _ms(choice: Priced) -> str:
+    return f"{choice.replay.seconds * 1e3:.2f} ms"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
