@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from labkit.diagnose import logs
+from labkit.diagnose import logs, snapshots
 from labkit.diagnose.reading import HEAD, Reading, Source
 from labkit.errors import InputError
 
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     """Raises `InputError` where it is damaged or none."""
 
 
-KINDS: tuple[Kind, ...] = (Kind(logs.accepts, logs.read),)
+KINDS: tuple[Kind, ...] = (Kind(snapshots.accepts, snapshots.read), Kind(logs.accepts, logs.read))
 """The first that accepts a file reads it."""
 
 

@@ -40,7 +40,7 @@ _GRAD_SYNC = (
     "/megatron/core/distributed/distributed_data_parallel.py",
     "/torch/distributed/fsdp/_runtime_utils.py",
 )
-_SYNC_FUNCTIONS = ("sync", "finalize", "reduce", "backward_hook", "hook")
+_SYNC_FUNCTIONS = ("sync", "finalize", "reduce")
 _SETUP_FUNCTIONS = ("__init__", "get_model", "setup_model_and_optimizer", "load_checkpoint", "model_provider")
 _BACKWARD_FUNCTIONS = ("backward", "backward_step", "_engine_run_backward", "custom_backward")
 _RECOMPUTING = (
@@ -82,11 +82,12 @@ def moment_of(stack: Sequence[Frame]) -> Moment:
     python = [frame for frame in stack if frame.is_python]
     if not python:
         return "backward"
-    if any(_has(frame.file, _GRAD_SYNC) and _has(frame.name, _SYNC_FUNCTIONS) for frame in python):
+    in_hook = any("hook" in frame.name for frame in python)  # gradients that are reduced while backward runs
+    if not in_hook and any(_has(frame.file, _GRAD_SYNC) and _has(frame.name, _SYNC_FUNCTIONS) for frame in python):
         return "grad_sync"
     if any(_has(frame.file, _OPTIMIZER) for frame in python):
         return "optimizer"
-    is_backward = any(frame.name in _BACKWARD_FUNCTIONS for frame in python)
+    is_backward = in_hook or any(frame.name in _BACKWARD_FUNCTIONS for frame in python)
     if is_backward or any(frame.name.startswith(_NATIVE_BACKWARD) for frame in stack):
         return "recompute" if _recomputes(python) else "backward"
     if any(frame.name in _SETUP_FUNCTIONS for frame in python):

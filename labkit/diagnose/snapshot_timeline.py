@@ -31,6 +31,11 @@ class Lives:
     stack: "Ints"
     """Place in `Snapshot.stacks`, or `NO_STACK`."""
 
+    @property
+    def before(self) -> int:
+        """Bytes of those from before the recording."""
+        return int(self.nbytes[self.born < 0].sum())
+
     def at(self, entry: int) -> "Lives":
         """Those that are live behind an entry; -1 is the beginning."""
         chosen = (self.born <= entry) & (self.dies > entry)
@@ -59,6 +64,8 @@ class Timeline:
     not_freed: int
     """Allocations that the blocks at the end do not have: their freeing was not recorded."""
     lives: Lives
+    waits: Lives
+    """Freed memory that another stream may still use, from the request to free it on."""
 
     @property
     def peak(self) -> int:
@@ -79,18 +86,18 @@ def timeline_of(snapshot: Snapshot, device: int) -> Timeline:
     blocks = [block for segment in segments for block in segment.blocks]
     events = _by_address(trace)
     live, not_freed = _allocations(trace, events, [block for block in blocks if block.is_allocated])
-    allocated = _sums(live.born, live.dies, live.nbytes, len(trace))
-    waiting = _sums(*_waiting(trace, events, blocks), len(trace))
+    waits = _waiting(trace, events, blocks)
     reserved, reserved_before = _reserved(trace, segments)
     return Timeline(
         trace=trace,
         segments=segments,
-        allocated=allocated,
-        awaiting=waiting,
+        allocated=_sums(live, len(trace)),
+        awaiting=_sums(waits, len(trace)),
         reserved=reserved,
-        start=(int(live.nbytes[live.born < 0].sum()), reserved_before),
+        start=(live.before, reserved_before),
         not_freed=not_freed if segments else 0,
         lives=live,
+        waits=waits,
     )
 
 
@@ -146,17 +153,18 @@ def _allocations(trace: Trace, events: _Events, blocks: list[Block]) -> tuple[Li
     return lives, len(at_end - {block.address for block in blocks})
 
 
-def _waiting(trace: Trace, events: _Events, blocks: list[Block]) -> tuple["Ints", "Ints", "Ints"]:
-    """Freed memory that another stream may still use: from which entry to which, and its bytes."""
+def _waiting(trace: Trace, events: _Events, blocks: list[Block]) -> Lives:
     asked = (events.kind == _REQUESTED) & (events.before != _REQUESTED)
     late = events.entry[(events.before < 0) & (events.kind == _COMPLETED)] if asked.any() else events.entry[:0]
     at_end = set(trace.address[events.entry[asked & (events.after == len(trace))]].tolist())
     kept = [block for block in blocks if block.is_awaiting and block.address not in at_end]
     entry = events.entry[asked]
-    return (
-        np.concatenate([entry, np.full(len(late) + len(kept), -1)]),
-        np.concatenate([events.after[asked], late, np.full(len(kept), len(trace))]),
-        np.concatenate([trace.nbytes[entry], trace.nbytes[late], _ints(block.requested for block in kept)]),
+    return Lives(
+        born=np.concatenate([entry, np.full(len(late) + len(kept), -1)]),
+        dies=np.concatenate([events.after[asked], late, np.full(len(kept), len(trace))]),
+        address=np.concatenate([trace.address[entry], trace.address[late], _ints(block.address for block in kept)]),
+        nbytes=np.concatenate([trace.nbytes[entry], trace.nbytes[late], _ints(block.requested for block in kept)]),
+        stack=np.concatenate([trace.stack[entry], trace.stack[late], _ints(block.stack for block in kept)]),
     )
 
 
@@ -172,11 +180,11 @@ def _reserved(trace: Trace, segments: Sequence[Segment]) -> tuple["Ints", int]:
     return before + sums, before
 
 
-def _sums(begins: "Ints", ends: "Ints", nbytes: "Ints", length: int) -> "Ints":
-    """Bytes behind each of `length` entries, of what is there from entry `begins` (-1: before the first) to `ends`."""
+def _sums(lives: Lives, length: int) -> "Ints":
+    """Bytes behind each of `length` entries."""
     change = np.zeros(length + 2, np.int64)
-    np.add.at(change, begins + 1, nbytes)
-    np.subtract.at(change, ends + 1, nbytes)
+    np.add.at(change, lives.born + 1, lives.nbytes)
+    np.subtract.at(change, lives.dies + 1, lives.nbytes)
     return np.cumsum(change)[1 : length + 1]
 
 

@@ -6,8 +6,13 @@ a pattern is learned, which recognises the next ones in one go, wherever they li
 
 import re
 from array import array
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def _counted(prefix: bytes, most: int) -> bytes:
@@ -47,10 +52,12 @@ _NAMES = ("action", "address", "nbytes", "stream", "time", "frames", "pool")
 _TOKENS = re.compile(GET, re.DOTALL)
 _REFERRING = re.compile(rb"\]\x94\(?(?:%b)*+[ae]?" % GET, re.DOTALL)
 _WITH_FRAMES = re.compile(_FRAMES, re.DOTALL)
-_MOST_PATTERNS, _MOST_ACTIONS, _MOST_POOLS = 24, 100, 1000
+_MOST_PATTERNS, _MOST_ACTIONS, _MOST_POOLS, _MOST_NUMBERS = 24, 100, 1000, 2**18
 _MOST_STACK_BYTES = 2**28
 """Of stack traces that differ, as the file has them."""
 _LIMIT = 2**63
+_WIDTH = 7
+"""Columns of the table."""
 NO_STACK = -1
 
 
@@ -91,22 +98,23 @@ def _number(token: bytes) -> int:
     return int.from_bytes(token[1:], "little", signed=token[0] == ord("J"))
 
 
+class _Numbers(dict[bytes, int]):
+    """Numbers by the opcodes that write them: sizes and addresses come again and again."""
+
+    def __missing__(self, token: bytes) -> int:
+        if len(self) > _MOST_NUMBERS:
+            self.clear()
+        self[token] = number = _number(token)
+        return number
+
+
 class Entries:
     """A table of entries, of all traces of a snapshot; `Rows` say whose they are."""
 
     def __init__(self) -> None:
-        self.action = array("b")
-        """Place in `actions`."""
-        self.address = array("q")
-        """Of an `oom`: what the device had free."""
-        self.nbytes = array("q")
-        self.stream = array("q")
-        self.time = array("q")
-        """Microseconds, 0 where PyTorch did not write any."""
-        self.stack = array("i")
-        """Place in `stacks`, or `NO_STACK`."""
-        self.pool = array("i")
-        """Place in `pools`."""
+        self._table = array("q")
+        """Row by row: action (place in `actions`), address (of an `oom`: what the device had free), bytes, stream, time
+        (microseconds, 0 where PyTorch wrote none), stack (place in `stacks`, or `NO_STACK`), pool (in `pools`)."""
         self.actions: list[str] = []
         self.stacks: list[list[Any]] = []
         """Lists of frames, as read; equal ones once where they are written alike."""
@@ -120,6 +128,16 @@ class Entries:
         self._known_stacks: dict[bytes, tuple[int, list[Any], list[Any]]] = {}
         self._known_actions: dict[bytes, int] = {}
         self._known_pools: dict[bytes, int] = {}
+        self._known_numbers = _Numbers()
+
+    def __len__(self) -> int:
+        return len(self._table) // _WIDTH
+
+    def columns(self, pieces: Sequence[Rows]) -> list["NDArray[np.int64]"]:
+        """The columns of some rows, one piece behind the other."""
+        table = np.array(self._table, np.int64, copy=None).reshape(-1, _WIDTH)
+        rows = np.concatenate([table[:0], *(table[start:stop] for start, stop in pieces)])
+        return [np.ascontiguousarray(rows[:, place]) for place in range(_WIDTH)]
 
     def taken(self, items: list[Any]) -> list[Any]:
         """`items` of a list, with the entries among them taken into the table."""
@@ -137,13 +155,10 @@ class Entries:
         for name, (value, least) in fields.items():
             if type(value) is not int or not least <= value < _LIMIT:
                 raise SnapshotError(f"the {name} of an entry of a trace is no whole number that PyTorch writes")
-        self.action.append(self._action_place(entry["action"]))
-        self.stack.append(self.stack_place(entry.get("frames")))
-        self.pool.append(self.pool_place(entry.get("pool_id")))
-        columns = (self.address, self.nbytes, self.stream, self.time)
-        for column, (value, _) in zip(columns, fields.values(), strict=True):
-            column.append(value)
-        return Rows(len(self.action) - 1, len(self.action))
+        action, stack = self._action_place(entry["action"]), self.stack_place(entry.get("frames"))
+        numbers = [value for value, _ in fields.values()]
+        self._table.extend((action, *numbers, stack, self.pool_place(entry.get("pool_id"))))
+        return Rows(len(self) - 1, len(self))
 
     def _action_place(self, name: Any) -> int:
         if type(name) is not str:
@@ -224,7 +239,7 @@ class Entries:
 
     def run(self, content: bytes, at: int, memo: list[Any]) -> tuple[int, Rows | None]:
         """Take the entries from `at` on that look like earlier ones: where they end, and their rows, None if none."""
-        patterns, start = self._patterns, len(self.action)
+        patterns, start = self._patterns, len(self)
         while True:
             for pattern in patterns:
                 if found := pattern.match(content, at):
@@ -237,7 +252,7 @@ class Entries:
             if pattern is not patterns[0]:
                 patterns.remove(pattern)
                 patterns.insert(0, pattern)
-        return at, Rows(start, len(self.action)) if len(self.action) > start else None
+        return at, Rows(start, len(self)) if len(self) > start else None
 
     def _add_found(self, values: tuple[bytes, ...], pattern: _Pattern, memo: list[Any]) -> bool:
         """Whether the entry could be taken: one with frames that are new has to be read opcode by opcode."""
@@ -254,13 +269,11 @@ class Entries:
             place, stack, inner = known
         else:
             place = self.stack_place(memo[place_of(frames)]) if frames else NO_STACK
-        self.stack.append(place)
-        self.action.append(self._found_action(action, memo))
-        self.address.append(_number(address))
-        self.nbytes.append(_number(nbytes))
-        self.stream.append(_number(stream))
-        self.time.append(_number(time))
-        self.pool.append(place_of_pool := self._found_pool(pool, memo))
+        kind, place_of_pool = self._found_action(action, memo), self._found_pool(pool, memo)
+        numbers = self._known_numbers
+        self._table.extend(
+            (kind, numbers[address], numbers[nbytes], numbers[stream], _number(time), place, place_of_pool)
+        )
         base = len(memo)
         memo += pattern.memo
         if pattern.pool >= 0:

@@ -15,7 +15,7 @@ from labkit.snapshot.plain import Unpickler
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LARGEST = 2**31
+LARGEST = 2**31
 """Bytes of a snapshot's file."""
 _MOST_FRAMES = 10_000
 """Of one stack; Python and C++ together have hundreds."""
@@ -82,7 +82,7 @@ class Trace:
     actions: tuple[str, ...]
     """Names that `action` has places of."""
     pools: tuple[tuple[int, int], ...]
-    action: "NDArray[np.int8]"
+    action: "NDArray[np.int64]"
     address: "NDArray[np.int64]"
     """Of an `oom`: what the device had free."""
     nbytes: "NDArray[np.int64]"
@@ -90,16 +90,15 @@ class Trace:
     stream: "NDArray[np.int64]"
     time: "NDArray[np.int64]"
     """Microseconds, 0 where there is none."""
-    stack: "NDArray[np.int32]"
+    stack: "NDArray[np.int64]"
     """Place in `Snapshot.stacks`, or `NO_STACK`."""
-    pool: "NDArray[np.int32]"
+    pool: "NDArray[np.int64]"
     """Place in `pools`."""
 
     @classmethod
     def empty(cls) -> "Trace":
         """That of a device without recorded history."""
-        small, large, place = np.zeros(0, np.int8), np.zeros(0, np.int64), np.zeros(0, np.int32)
-        return cls((), (), small, large, large, large, large, place, place)
+        return cls((), (), *[np.zeros(0, np.int64)] * 7)
 
     def __len__(self) -> int:
         return len(self.action)
@@ -152,7 +151,7 @@ def load_snapshot(path: Path) -> Snapshot:
         InputError: it cannot be read, is no snapshot, or is more than plain data.
     """
     try:
-        content = read_regular(path, _LARGEST)
+        content = read_regular(path, LARGEST)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     try:
@@ -242,34 +241,16 @@ class _Reader:
         if any(type(rows) is not Rows for rows in found):
             raise SnapshotError("an entry of a trace is no action of PyTorch's allocator")
         entries = self._entries
-        if sum(rows.stop - rows.start for rows in found) > len(entries.action):
+        if sum(rows.stop - rows.start for rows in found) > len(entries):
             raise SnapshotError("its traces have the same entries several times")
-
-        def column(values: Any) -> Any:
-            whole = np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, values.typecode)
-            pieces = [whole[rows.start : rows.stop] for rows in found]
-            return np.concatenate(pieces) if pieces else whole[:0]
-
-        address, nbytes, time = column(entries.address), column(entries.nbytes), column(entries.time)
-        for name, values in (("address", address), ("size", nbytes), ("time", time)):
-            if len(values) and int(values.min()) < 0:
+        trace = Trace(tuple(entries.actions), tuple(entries.pools), *entries.columns(found))
+        for name, values in (("address", trace.address), ("size", trace.nbytes), ("time", trace.time)):
+            if int(values.min(initial=0)) < 0:
                 raise SnapshotError(f"the {name} of an entry of a trace is no whole number that PyTorch writes")
         # An allocation that failed may have been of any size.
-        failed = entries.actions.index("oom") if "oom" in entries.actions else -1
-        action = column(entries.action)
-        if float(nbytes[action != failed].sum(dtype=np.float64)) > _MOST_BYTES:
+        if float(trace.nbytes[trace.action != trace.code("oom")].sum(dtype=np.float64)) > _MOST_BYTES:
             raise SnapshotError("its traces allocate more than any GPU could")
-        return Trace(
-            tuple(entries.actions),
-            tuple(entries.pools),
-            action,
-            address,
-            nbytes,
-            column(entries.stream),
-            time,
-            column(entries.stack),
-            column(entries.pool),
-        )
+        return trace
 
     def _stack(self, frames: list[Any]) -> tuple[Frame, ...]:
         if len(frames) > _MOST_FRAMES:

@@ -88,6 +88,11 @@ SITES = {
         "/opt/venv/lib/python3.12/site-packages/torch/autograd/function.py:311 apply",
         f"{TE}/module/linear.py:700 backward",
     ),
+    "reduce": (
+        "/opt/venv/lib/python3.12/site-packages/torch/autograd/function.py:311 apply",
+        "/opt/megatron/megatron/core/distributed/distributed_data_parallel.py:440 hook",
+        "/opt/megatron/megatron/core/distributed/param_and_grad_buffer.py:400 start_grad_sync",
+    ),
     "optimizer": (
         *STEP[:-1],
         "/opt/megatron/megatron/core/optimizer/optimizer.py:560 step",
@@ -142,7 +147,7 @@ class Run:
             _free(temporary)
         saved.append(self._ask("logits", 6))
         while saved:
-            gradient, other = self._ask("backward", 1.2), _allocate(self._unit // 3, 8)
+            gradient, other = self._ask("backward", 1.2), self._ask("reduce", 0.4, stream=8)
             _free(saved.pop())
             _free(gradient)
             _free(other)

@@ -1,0 +1,213 @@
+"""CUDA memory snapshots: each device's page, what ended the run, and what two snapshots differ in."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from labkit.diagnose.facts import Evidence, Facts, OutOfMemory, Phase
+from labkit.diagnose.reading import Reading, Source
+from labkit.diagnose.snapshot_compare import Held, SnapshotComparison, compared
+from labkit.diagnose.snapshot_findings import findings
+from labkit.diagnose.snapshot_holes import holes_at
+from labkit.diagnose.snapshot_live import MOMENTS, Group, Origins
+from labkit.diagnose.snapshot_page import DevicePage, Failure, Line, PhasePeak, Point, Pool, SnapshotPage, gib
+from labkit.diagnose.snapshot_timeline import Timeline, timeline_of
+from labkit.errors import InputError
+from labkit.snapshot import LARGEST, Snapshot, SnapshotError, parse_snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+_STARTS = (b"\x80", b"(dp", b"}q\0", b"(lp", b"]q\0")
+"""Of pickles of protocol 2 and later; of dictionaries and lists in 0 and 1."""
+_LINES, _STRETCHES, _FAILURES = 200, 200, 5
+_MOST_DEVICES = 64
+
+
+@dataclass(frozen=True)
+class SnapshotReading(Reading):
+    """What a snapshot says."""
+
+    held: tuple[Held, ...] = ()
+    """Of each device, for a comparison."""
+
+
+def accepts(head: bytes) -> bool:
+    """Whether it begins like a pickle."""
+    return head.startswith(_STARTS)
+
+
+def read(source: Source) -> SnapshotReading:
+    """What a snapshot says; nothing in it is executed.
+
+    Raises:
+        InputError: it is damaged, no snapshot, or more than plain data.
+    """
+    content = source.stream.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise InputError(f"{source.name}: no memory snapshot of at most {gib(LARGEST)}; record fewer entries")
+    try:
+        snapshot = parse_snapshot(content)
+    except SnapshotError as error:
+        raise InputError(f"{source.name}: no memory snapshot: {error}") from error
+    if len(snapshot.devices) > _MOST_DEVICES:
+        raise InputError(f"{source.name}: no memory snapshot: it has {len(snapshot.devices)} devices")
+    origins = Origins(snapshot)
+    pages, held, facts = [], [], Facts()
+    for device in snapshot.devices:
+        timeline = timeline_of(snapshot, device)
+        page = _page(snapshot, origins, timeline, device)
+        pages.append(page)
+        at_peak, at_end = timeline.lives.at(timeline.peak), timeline.lives.at(len(timeline.trace) - 1)
+        held.append(Held(device, tuple(origins.groups(at_peak)), tuple(origins.groups(at_end))))
+        facts.out_of_memory += _out_of_memory(source.name, page)
+    if not pages:
+        raise InputError(f"{source.name}: no memory snapshot: it has no segments and no entries")
+    return SnapshotReading(
+        source.name,
+        "memory snapshot",
+        facts=facts,
+        findings=tuple(finding for page in pages for finding in findings(source.name, page)),
+        detail=SnapshotPage(source=source.name, devices=tuple(pages)),
+        held=tuple(held),
+    )
+
+
+def comparison(readings: Sequence[Reading]) -> SnapshotComparison | None:
+    """What the second of two snapshots has that the first has not; None of any other number of them."""
+    found = [reading for reading in readings if isinstance(reading, SnapshotReading)]
+    if len(found) != 2:
+        return None
+    before, after = found
+    return compared((before.source, before.held), (after.source, after.held))
+
+
+def _page(snapshot: Snapshot, origins: Origins, timeline: Timeline, device: int) -> DevicePage:
+    length = len(timeline.trace)
+    moments = origins.moments(timeline)
+    groups = origins.groups(timeline.lives.at(timeline.peak))
+    start, end = _point(timeline, moments, -1), _point(timeline, moments, length - 1)
+    blocks = [block for segment in timeline.segments for block in segment.blocks if block.is_allocated]
+    expandable = any(segment.is_expandable for segment in timeline.segments)
+    return DevicePage(
+        device=device,
+        entries=length,
+        seconds=end.seconds,
+        start=start,
+        peak=_point(timeline, moments, timeline.peak),
+        end=end,
+        blocks_bytes=sum(block.nbytes for block in blocks),
+        expandable_segments=expandable or snapshot.settings.get("expandable_segments") is True,
+        phases=tuple(_phase_peaks(timeline, moments)),
+        live=tuple(_line(origins, group) for group in groups[:_LINES]),
+        left_out=len(groups[_LINES:]),
+        left_out_bytes=sum(group.nbytes for group in groups[_LINES:]),
+        failures=tuple(_failures(origins, timeline, moments)),
+        pools=tuple(_pools(timeline)),
+        timeline=tuple(_point(timeline, moments, entry) for entry in _stretches(timeline)),
+    )
+
+
+def _point(timeline: Timeline, moments: "Ints", entry: int) -> Point:
+    allocated, reserved = timeline.at(entry)
+    time = timeline.trace.time
+    timed = entry >= 0 and int(time[0]) > 0
+    return Point(
+        entry=entry,
+        seconds=round((int(time[entry]) - int(time[0])) / 1e6, 6) if timed else None,
+        phase=MOMENTS[int(moments[entry])] if entry >= 0 else "unknown",
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        awaiting_bytes=int(timeline.awaiting[entry]) if entry >= 0 else timeline.waits.before,
+    )
+
+
+def _phase_peaks(timeline: Timeline, moments: "Ints") -> Iterator[PhasePeak]:
+    for code, phase in enumerate(MOMENTS):
+        inside = np.flatnonzero(moments == code)
+        if len(inside) and timeline.reserved[inside].any():
+            allocated, reserved = timeline.allocated[inside], timeline.reserved[inside]
+            yield PhasePeak(phase=phase, allocated_bytes=int(allocated.max()), reserved_bytes=int(reserved.max()))
+
+
+def _stretches(timeline: Timeline) -> list[int]:
+    """Of equal stretches of the trace the entry with most allocated, and the last entry."""
+    length = len(timeline.trace)
+    bounds = np.unique(np.linspace(0, length, min(_STRETCHES, length) + 1).astype(np.int64)).tolist()
+    chosen = [begin + int(timeline.allocated[begin:end].argmax()) for begin, end in pairwise(bounds)]
+    return sorted({*chosen, length - 1}) if length else []
+
+
+def _line(origins: Origins, group: Group) -> Line:
+    site, moment = group.origin
+    return Line(
+        site=site.place,
+        caller=site.caller,
+        phase=moment,
+        bytes=group.nbytes,
+        count=group.tensors,
+        stack=origins.lines(group.stack),
+    )
+
+
+def _failures(origins: Origins, timeline: Timeline, moments: "Ints") -> Iterator[Failure]:
+    trace = timeline.trace
+    failed = np.flatnonzero(trace.action == trace.code("oom"))[-_FAILURES:]
+    for entry in failed.tolist():
+        holes, stream = holes_at(timeline, entry), int(trace.stream[entry])
+        usable, origin = holes.usable(stream), origins.of(int(trace.stack[entry]))
+        yield Failure(
+            at=_point(timeline, moments, entry),
+            requested_bytes=int(trace.nbytes[entry]),
+            stream=stream,
+            device_free_bytes=int(trace.address[entry]),
+            unallocated_bytes=holes.total,
+            usable_bytes=usable.total,
+            largest_usable_bytes=usable.largest,
+            private_bytes=int(holes.nbytes[holes.private].sum()),
+            site=origin.site.place,
+            caller=origin.site.caller,
+        )
+
+
+def _pools(timeline: Timeline) -> Iterator[Pool]:
+    for pool in sorted({segment.pool for segment in timeline.segments} - {(0, 0)}):
+        segments = [segment for segment in timeline.segments if segment.pool == pool]
+        blocks = [block for segment in segments for block in segment.blocks if block.is_allocated]
+        yield Pool(
+            pool=f"({pool[0]}, {pool[1]})",
+            reserved_bytes=sum(segment.nbytes for segment in segments),
+            allocated_bytes=sum(block.nbytes for block in blocks),
+        )
+
+
+_PHASES: dict[str, Phase] = {
+    "setup": "setup",
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "backward",
+    "grad_sync": "grad_sync",
+    "optimizer": "optimizer",
+    "unknown": "",
+}
+
+
+def _out_of_memory(source: str, page: DevicePage) -> Iterator[OutOfMemory]:
+    """The last failure of a device: earlier ones did not end the run."""
+    for failure in page.failures[-1:]:
+        at = failure.at
+        yield OutOfMemory(
+            evidence=Evidence.quote(source, None, f"GPU {page.device}, {failure.sentence}"),
+            device=page.device,
+            phase=_PHASES[at.phase],
+            requested=failure.requested_bytes,
+            free=failure.device_free_bytes,
+            allocated=at.allocated_bytes,
+            private_pools=sum(pool.allocated_bytes for pool in page.pools) or None,
+            reserved=at.reserved_bytes,
+        )
