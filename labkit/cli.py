@@ -109,6 +109,9 @@ ImportOutputOption = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", show_default="standard output", help="Where the workload goes."),
 ]
+WorldSizeOption = Annotated[
+    int | None, typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the launcher's")
+]
 GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")]
 
 
@@ -217,6 +220,9 @@ def diagnose(
             help="Of one run: logs, out-of-memory messages, memory snapshots, launch arguments; - is standard input.",
         ),
     ],
+    *,
+    world_size: WorldSizeOption = None,
+    gpu: GpuOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say why a run died: what happened, the line that shows it, how to confirm it, what to try."""
@@ -224,7 +230,8 @@ def diagnose(
 
     if files.count("-") > 1:
         raise InputError("-: standard input can be read once")
-    _show(diagnosed([None if file == "-" else Path(file) for file in files]), json)
+    paths = [None if file == "-" else Path(file) for file in files]
+    _show(diagnosed(paths, world_size=world_size, gpu=gpu), json)
 
 
 @app.command()
@@ -435,9 +442,7 @@ def import_megatron_args(
         ),
     ],
     output: ImportOutputOption = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the launcher's")
-    ] = None,
+    world_size: WorldSizeOption = None,
     gpu: GpuOption = None,
 ) -> None:
     """Make a workload of Megatron-LM's launch arguments; what it cannot express is named on stderr. Runs no script."""

@@ -3,27 +3,36 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from labkit.diagnose.beside import beside
+from labkit.diagnose.case import Case
+from labkit.diagnose.causes import findings
 from labkit.diagnose.diagnosis import Diagnosis, FileRead
 from labkit.diagnose.facts import Facts
 from labkit.diagnose.inputs import read
+from labkit.diagnose.launches import resolve
 from labkit.diagnose.snapshots import comparison
 
 
-def diagnose(paths: Sequence[Path | None]) -> Diagnosis:
+def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu: str | None = None) -> Diagnosis:
     """Read files of one run, of any kinds, and say what happened; None among them is standard input.
 
+    `world_size` and `gpu` stand before what launch arguments say.
+
     Raises:
-        InputError: a file cannot be read, or is nothing that labkit knows.
+        InputError: a file cannot be read, is nothing that labkit knows, or two say what was run.
     """
     readings = [read(path) for path in paths]
     facts = Facts()
     for reading in readings:
         facts.add(reading.facts)
-    details = [each.detail for each in readings if each.detail is not None]
-    if (compared := comparison(readings)) is not None:
-        details.append(compared)
+    stated, notes = resolve(readings, facts, world_size=world_size, gpu=gpu)
+    case = Case(facts, stated)
+    own = [finding for reading in readings for finding in reading.findings]
+    details = [reading.detail for reading in readings if reading.detail is not None]
+    details += [each for each in (comparison(readings), beside(case)) if each is not None]
     return Diagnosis(
         files=tuple(FileRead(source=each.source, kind=each.kind) for each in readings),
-        findings=tuple(finding for each in readings for finding in each.findings),
+        findings=(*findings(case), *own),
         details=tuple(details),
+        notes=tuple(notes),
     )

@@ -57,19 +57,25 @@ class Diagnosis(Part):
     findings: Many[Finding]
     """The cause first."""
     details: Many[SerializeAsAny[Part]] = ()
-    """What a reader has to show beyond findings, file by file."""
+    """What a reader has to show beyond findings, file by file, and the estimate beside the log."""
+    notes: Many[str] = ()
+    """How launch arguments were taken, and what of them the estimate leaves out."""
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.padding import Padding
         from rich.text import Text
 
         yield Text(", ".join(f"{each.source}: {each.kind}" for each in self.files), style="dim")
+        shown: set[Evidence] = set()
         for finding in self.findings:
             mark = {"cause": "bold red", "contributes": "bold yellow", "note": "bold"}[finding.weight]
             yield Text.assemble((finding.cause, mark), f"  {finding.happened}")
             for evidence in finding.evidence:
-                yield Padding(Text(str(evidence), style="dim"), (0, 0, 0, 2))
+                quoted = evidence.place if evidence in shown else str(evidence)
+                yield Padding(Text(quoted, style="dim"), (0, 0, 0, 2), expand=False)
+            shown.update(finding.evidence)
             for title, sentences in (("confirm", finding.confirm), ("try", finding.remedies)):
                 for sentence in sentences:
-                    yield Padding(Text.assemble((f"{title}: ", "bold"), sentence), (0, 0, 0, 2))
+                    yield Padding(Text.assemble((f"{title}: ", "bold"), sentence), (0, 0, 0, 2), expand=False)
+        yield from (Text(f"note: {note}", style="yellow") for note in self.notes)
         yield from self.details  # type: ignore[misc]  # each has __rich_console__

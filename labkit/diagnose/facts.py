@@ -1,7 +1,9 @@
 """What readers find in files, before anybody judges it: plain values with the line that says each."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
 
 from labkit.console import printable
 from labkit.workload.base import Part
@@ -30,8 +32,13 @@ class Evidence(Part):
         before, after = "... " if start else "", " ..." if len(text) > start + LONGEST_QUOTE else ""
         return cls(source=source, line=line, text=printable(f"{before}{shown}{after}"))
 
+    @property
+    def place(self) -> str:
+        """`train.log:123`."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
     def __str__(self) -> str:
-        return f"{self.source}{'' if self.line is None else f':{self.line}'}: {self.text}"
+        return f"{self.place}: {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,10 @@ class OutOfMemory:
     rank: int | None = None
     device: int | None = None
     phase: Phase = ""
+    place: str = ""
+    """The innermost function of a layer, with its file and line."""
+    replays: bool = False
+    """Whether backward was running a forward again."""
     iteration: int | None = None
     requested: int | None = None
     capacity: int | None = None
@@ -62,18 +73,172 @@ class OutOfMemory:
     """By PyTorch, in all: `allocated` and what it keeps unallocated."""
 
     @property
+    def figures(self) -> tuple[object, ...]:
+        """What the message itself says: printed twice, it is the same."""
+        amounts = (self.requested, self.capacity, self.free, self.process, self.allocated, self.reserved)
+        return (self.rank, self.device, *amounts, self.private_pools, self.allowed, self.others)
+
+    @property
     def unallocated(self) -> int | None:
         """Reserved by PyTorch but unallocated."""
         return None if self.reserved is None or self.allocated is None else max(0, self.reserved - self.allocated)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What an allocator counted when a log asked it (`report_memory` of Megatron, NeMo's progress line, a summary)."""
+
+    evidence: Evidence
+    rank: int | None = None
+    iteration: int | None = None
+    """After so many iterations."""
+    allocated: int | None = None
+    max_allocated: int | None = None
+    reserved: int | None = None
+    max_reserved: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """The largest figure that counts tensors' blocks."""
+        return max(self.max_allocated or 0, self.allocated or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySummary(MemoryReport):
+    """A table of `torch.cuda.memory_summary`. Amounts are rounded down to what it shows."""
+
+    device: int | None = None
+    failures: int = 0
+    """`CUDA OOMs`."""
+    retries: int = 0
+    """`cudaMalloc retries`: cached blocks went back to the device, because it had no more."""
+    not_releasable: int | None = None
+    """`Non-releasable memory`: unallocated parts of blocks whose other parts are in use."""
+    requested: int | None = None
+    """`Requested memory`: allocated without rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What Megatron says a rank needs (`report_theoretical_memory`)."""
+
+    evidence: Evidence
+    weights: int
+    """And optimizer state."""
+    activations: int
+
+
+class Iteration(NamedTuple):
+    """A line of a step."""
+
+    number: int
+    of: int
+    milliseconds: float
+    tflops: float | None = None
+    loss: float | None = None
+    skipped: int = 0
+    nan: int = 0
+
+
+FailureKind = Literal[
+    "device memory",
+    "host memory",
+    "killed",
+    "collective timeout",
+    "collective error",
+    "device error",
+    "not finite",
+    "time limit",
+    "disk",
+    "crash",
+    "error",
+]
+"""device memory: asked for by others than PyTorch's allocator. killed: SIGKILL, by whom is not said. device error: an
+illegal access, an assertion, ECC. crash: a signal. error: any other exception."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A line that says that something failed, other than PyTorch's allocator."""
+
+    kind: FailureKind
+    evidence: Evidence
+    rank: int | None = None
+    phase: Phase = ""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The arguments as Megatron prints them: names of its parsed arguments with the text of their values."""
+
+    evidence: Evidence
+    values: Mapping[str, str]
+
+
+MOST = 1000
+"""Of a kind of fact that is kept from a file."""
+MOST_ITERATIONS = 50_000
+_MOST_RANKS = 2**14
+
+
+class MemoryReports:
+    """Of each rank the first, the last, and those with the largest peaks: a log may have millions."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, dict[str, MemoryReport]] = {}
+
+    def append(self, report: MemoryReport) -> None:
+        """Keep it, if it is one of these."""
+        if len(self._kept) >= _MOST_RANKS and report.rank not in self._kept:
+            return
+        kept = self._kept.setdefault(report.rank, {"first": report})
+        kept["last"] = report
+        for role, size in (("peak", _peak), ("reserved", _reserved)):
+            if role not in kept or size(report) > size(kept[role]):
+                kept[role] = report
+
+    def extend(self, reports: Iterable[MemoryReport]) -> None:
+        """Keep each."""
+        for report in reports:
+            self.append(report)
+
+    def __iter__(self) -> Iterator[MemoryReport]:
+        for kept in self._kept.values():
+            yield from dict.fromkeys(kept.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+
+def _peak(report: MemoryReport) -> int:
+    return report.peak
+
+
+def _reserved(report: MemoryReport) -> int:
+    return max(report.max_reserved or 0, report.reserved or 0)
+
+
 @dataclass
 class Facts:
-    """What is known about one run. Readers add to it; lists are bounded by those who fill them."""
+    """What is known about one run. Readers add to it."""
 
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     """In the order of the file: the first is the one to explain."""
+    memory: MemoryReports = field(default_factory=MemoryReports)
+    footprints: list[Footprint] = field(default_factory=list)
+    iterations: deque[Iteration] = field(default_factory=lambda: deque(maxlen=MOST_ITERATIONS))
+    """The last ones."""
+    failures: list[Failure] = field(default_factory=list)
+    printed: list[Printed] = field(default_factory=list)
+    parameters: list[int] = field(default_factory=list)
+    """Elements on a rank, as far as ranks say it."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was found."""
+        return not any(getattr(self, each.name) for each in fields(self))
 
     def add(self, other: "Facts") -> None:
         """Take in what another file says about the same run."""
-        self.out_of_memory += other.out_of_memory
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(other, each.name))

@@ -1,13 +1,175 @@
-"""Text that a run left behind: logs, messages, tables, of all ranks together or of one."""
+"""Text that a run left behind: logs, messages, tables, of all ranks together or of one, read line by line."""
 
+from collections import defaultdict
+from dataclasses import replace
+
+from labkit.diagnose import failures, launches, megatron_log, memory_summary, oom, tracebacks
+from labkit.diagnose.facts import MOST, Evidence, Facts, Failure
+from labkit.diagnose.lines import Line, Lines
+from labkit.diagnose.memory_summary import Table
 from labkit.diagnose.reading import Reading, Source
+from labkit.diagnose.tracebacks import Traceback
+from labkit.errors import InputError
+from labkit.workload import Workload
+
+KEYS = (
+    *failures.KEYS,
+    *b'Traceback (most|File "|Tried to allocate|has a total capac|memory (MB)|memory (GB)|Theoretical memory'.split(
+        b"|"
+    ),
+    *b"elapsed time per iteration|train_step_timing|arguments ---|memory summary|number of parameters on".split(b"|"),
+    *b"padded vocab|would exceed".split(b"|"),
+)
+_MESSAGE_LINES = 15
+"""Over which a message may be broken, by a terminal or a table."""
+_MOST_RANKS = 2**14
+_CONTROL = frozenset(range(32)) - frozenset(b"\t\n\r\x1b\b\f\0")
+_LEAST_PRINTABLE = 0.95
 
 
 def accepts(head: bytes) -> bool:
-    """Whether it is text: no null bytes, no opcodes of a pickle."""
-    return b"\0" not in head and not head.startswith(b"\x80")
+    """Whether it is text: few control characters (null bytes are in messages of some versions of PyTorch)."""
+    odd = sum(byte in _CONTROL for byte in head) + 20 * head.count(b"\0")
+    return odd <= (1 - _LEAST_PRINTABLE) * len(head) or (b"\0" not in head and odd < 2)
 
 
 def read(source: Source) -> Reading:
-    """What a text says, line by line."""
-    return Reading(source.name, "log")
+    """What a text says.
+
+    Raises:
+        InputError: nothing in it is known: it is no log, and states nothing that was run.
+    """
+    head = launches.whole(source)
+    facts = _Reader(source).facts()
+    stated = launches.stated(head, source.name, facts) if head is not None else None
+    if stated is not None:
+        return Reading(source.name, "workload" if isinstance(stated, Workload) else "launch arguments", stated=stated)
+    if facts.empty:
+        why = launches.refusal(head, source.name)
+        raise InputError(f"{source.name}: nothing in it is known: no failure, no memory, no step of a log{why}")
+    return Reading(source.name, "log", facts)
+
+
+class _Reader:
+    """Goes through the lines once; what is open (a message, a table, a block, tracebacks) is kept by rank."""
+
+    def __init__(self, source: Source) -> None:
+        self._lines = Lines(source.stream, KEYS)
+        self._source = source.name
+        self._facts = Facts()
+        self._iteration: int | None = None
+        self._tracebacks: defaultdict[int | None, Traceback] = defaultdict(Traceback)
+        self._messages: dict[int | None, tuple[Line, str, int]] = {}
+        self._tables: dict[int | None, Table] = {}
+        self._arguments: megatron_log.ArgumentsBlock | None = None
+        self._vocabulary: dict[str, str] = {}
+
+    def facts(self) -> Facts:
+        for line in self._lines:
+            self._see(line)
+        for rank in list(self._messages):
+            self._end_message(rank)
+        for rank in list(self._tables):
+            self._end_table(rank)
+        self._end_arguments()
+        if self._facts.printed and self._vocabulary:
+            last = self._facts.printed[-1]
+            self._facts.printed[-1] = replace(last, values={**last.values, **self._vocabulary})
+        return self._facts
+
+    def _see(self, line: Line) -> None:
+        if self._goes_on(line):
+            return
+        if len(self._tracebacks) < _MOST_RANKS or line.rank in self._tracebacks:
+            self._tracebacks[line.rank].see(line)
+        ended = megatron_log.see(line, self._source, self._facts)
+        self._iteration = self._iteration if ended is None else ended
+        self._vocabulary |= megatron_log.padded_vocabulary(line)
+        if megatron_log.ARGUMENTS.search(line.text):
+            self._end_arguments()
+            self._arguments = megatron_log.ArgumentsBlock(line, self._source)
+            self._lines.follow(1)
+        if found := memory_summary.TITLE.search(line.text):
+            self._end_table(line.rank)
+            self._tables[line.rank] = Table(line, self._source, int(found[1]))
+            self._lines.follow(memory_summary.LONGEST)
+        if begins := oom.BEGINS.search(line.text):
+            self._end_message(line.rank)
+            self._messages[line.rank] = (line, line.text[begins.start() :], _MESSAGE_LINES)
+            self._end_if_whole(line.rank)
+        elif len(self._facts.failures) < MOST:
+            self._fail(line)
+
+    def _goes_on(self, line: Line) -> bool:
+        """Whether a line belongs to a table or a block that is open; it may also go on with a message."""
+        rank = line.rank
+        if rank is None and rank not in self._messages and len(self._messages) == 1:
+            (rank,) = self._messages  # a terminal broke the line
+        if rank in self._messages and not oom.BEGINS.search(line.text) and tracebacks.BEGINS not in line.text:
+            first, text, left = self._messages[rank]
+            self._messages[rank] = (first, f"{text} {line.text}", left - 1)
+            self._end_if_whole(rank)
+        if line.rank in self._tables and "|" in line.text:
+            if not self._tables[line.rank].see(line):
+                self._end_table(line.rank)
+            return True
+        if self._arguments is None or megatron_log.ARGUMENTS.search(line.text):
+            return False
+        taken = self._arguments.see(line)
+        if self._arguments.left:
+            self._lines.follow(1)
+        else:
+            self._end_arguments()
+        return taken  # other ranks may write in between
+
+    def _end_if_whole(self, rank: int | None) -> None:
+        _, text, left = self._messages[rank]
+        if left and not oom.is_whole(text):
+            self._lines.follow(1)
+        else:
+            self._end_message(rank)
+
+    def _end_message(self, rank: int | None) -> None:
+        if rank not in self._messages:
+            return
+        first, text, _ = self._messages.pop(rank)
+        found = oom.parse(text, Evidence.quote(self._source, first.number, text), rank)
+        known = self._facts.out_of_memory
+        if len(known) >= MOST or any(found.figures == each.figures for each in known):
+            return
+        traceback = self._tracebacks[rank]
+        known.append(
+            replace(
+                found,
+                phase=traceback.phase,
+                place=traceback.place,
+                replays=traceback.replays,
+                iteration=self._running,
+            )
+        )
+
+    @property
+    def _running(self) -> int | None:
+        """The iteration that the last line of a step leaves under way."""
+        return None if self._iteration is None else self._iteration + 1
+
+    def _end_table(self, rank: int | None) -> None:
+        table = self._tables.pop(rank, None)
+        found = None if table is None else table.finished(rank, self._iteration)
+        if found is not None:
+            self._facts.memory.append(found)
+
+    def _end_arguments(self) -> None:
+        found = None if self._arguments is None else self._arguments.finished()
+        self._arguments = None
+        if found is not None and len(self._facts.printed) < MOST:
+            self._facts.printed.append(found)
+
+    def _fail(self, line: Line) -> None:
+        found = failures.sign(line.text)
+        if found is None:
+            return
+        kind, at = found
+        phase = self._tracebacks[line.rank].phase
+        evidence = Evidence.quote(self._source, line.number, line.text, at)
+        self._facts.failures.append(Failure(kind=kind, evidence=evidence, rank=line.rank, phase=phase))

@@ -6,6 +6,8 @@ from typing import IO
 
 from labkit.diagnose.diagnosis import Finding
 from labkit.diagnose.facts import Facts
+from labkit.importers.launch import Launch
+from labkit.workload import Workload
 from labkit.workload.base import Part
 
 HEAD = 2**16
@@ -35,5 +37,7 @@ class Reading:
     facts: Facts = field(default_factory=Facts)
     findings: tuple[Finding, ...] = ()
     """What the reader itself concludes, beyond what `labkit.diagnose.causes` makes of the facts."""
+    stated: Workload | Launch | None = None
+    """What was run, where the file says that."""
     detail: Part | None = None
     """A page of its own, shown after the findings (`__rich_console__`) and under `details` in JSON."""

@@ -41,6 +41,8 @@ class Launch(NamedTuple):
     """It starts the ranks of a node: Slurm's tasks are nodes."""
     program: str = ""
     gpu: str = ""
+    printed: Mapping[str, str] = {}
+    """Arguments by name as a log prints them, beside those of a command line."""
 
 
 def read_launch(text: str, source: str) -> Launch:

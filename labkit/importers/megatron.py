@@ -14,7 +14,7 @@ from labkit.importers.documents import source_name, text_from
 from labkit.importers.fields import Arguments, Fields, fields, known_gpu
 from labkit.importers.imported import Imported
 from labkit.importers.launch import Launch, known_program, read_launch
-from labkit.importers.silent import SILENT
+from labkit.importers.silent import SILENT, decides_no_memory, is_conditional
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
 from labkit.workload.gpu import GPUS
@@ -50,6 +50,7 @@ class MegatronReader:
         """
         request = {
             "arguments": list(launch.arguments),
+            "printed": {name: text for name, text in launch.printed.items() if _matters(name)},
             "environment": dict(launch.environment),
             "world_size": launch.world_size,
             "gpu": gpu,
@@ -73,6 +74,11 @@ class MegatronReader:
         if "error" in answer:
             raise InputError(answer["error"])
         return Arguments(**answer)
+
+
+def _matters(name: str) -> bool:
+    """Whether a printed argument decides memory, is read where another one does, or says whose the vocabulary is."""
+    return name == "tokenizer_type" or is_conditional(name) or not decides_no_memory(name)
 
 
 def import_megatron(path: Path | None, *, world_size: int | None = None, gpu: str | None = None) -> Imported:
@@ -101,9 +107,20 @@ def import_text(
         InputError, WorkError: as `import_megatron`.
     """
     launch = read_launch(text, source)
-    known_program(launch.program, source)
     if world_size is not None:
         launch = launch._replace(world_size=world_size)
+    return import_launch(launch, reader, source=source, name=name, gpu=gpu)
+
+
+def import_launch(
+    launch: Launch, reader: MegatronReader, *, source: str, name: str, gpu: str | None = None
+) -> Imported:
+    """The same for a launch.
+
+    Raises:
+        InputError, WorkError: as `import_megatron`.
+    """
+    known_program(launch.program, source)
     try:
         stated = gpu or launch.gpu
         read = reader.ask(launch, known_gpu(stated) or next(iter(GPUS)))

@@ -2,8 +2,9 @@
 
 A process of its own (`python -m labkit.drivers.trace.megatron_args`), because Megatron reads `sys.argv` and the
 environment, and its import needs the stand-in for the GPU. It reads a JSON object from each line of standard input,
-`{"arguments", "environment", "world_size", "gpu", "silent"}`, and answers with one a line on standard output: what
-`read` returns as plain data, or `{"error": "one sentence"}`.
+`{"arguments", "printed", "environment", "world_size", "gpu", "silent"}`, and answers with one a line on standard
+output: what `read` returns as plain data, or `{"error": "one sentence"}`. `printed` are arguments as a log has them
+(`labkit.drivers.trace.printed`).
 Sources: `megatron.training.arguments`, `argument_utils`, Megatron Core 0.19.
 """
 
@@ -19,6 +20,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from labkit.drivers.options import check_values, groups, nearest_option, refusing, shown
+from labkit.drivers.trace.printed import words as printed_words
 from labkit.errors import InputError
 from labkit.workload.gpu import GPUS
 from labkit.workload.launch import READ_FROM_ENVIRONMENT
@@ -91,14 +93,20 @@ def read(
 
     for name in [name for name in os.environ if READ_FROM_ENVIRONMENT.fullmatch(name)]:
         del os.environ[name]
-    os.environ.update(_environment(request["environment"], request["arguments"]))
+    printed = request.get("printed", {})
+    sharded = bool({"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(request["arguments"])) or "True" in (
+        printed.get("use_megatron_fsdp"),
+        printed.get("use_torch_fsdp2"),
+    )
+    os.environ.update(_environment(request["environment"], sharded=sharded))
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(request["world_size"] or 1)}
     parsers: list[argparse.ArgumentParser] = []
     written: dict[str, list[str]] = {}
 
     def find(parser: argparse.ArgumentParser) -> list[str]:
         parsers.append(parser)
-        groups = _known(request["arguments"], parser, request["silent"])
+        given = [*request["arguments"], *printed_words(printed, parser)]
+        groups = _known(given, parser, request["silent"])
         written.update((action.dest, words) for action, words in groups if action is not None)
         return [word for _, words in groups for word in words if not any(map(_GAP.search, words))]
 
@@ -120,12 +128,12 @@ def read(
     return namespace, parser, given, config, written
 
 
-def _environment(environment: dict[str, str], words: list[str]) -> dict[str, str]:
+def _environment(environment: dict[str, str], *, sharded: bool) -> dict[str, str]:
     for name, value in environment.items():
         if READ_FROM_ENVIRONMENT.fullmatch(name) and (found := _GAP.search(value)):
             raise InputError(f"{name} needs {found.group(1)}")
     kept = {name: value for name, value in environment.items() if READ_FROM_ENVIRONMENT.fullmatch(name)}
-    if not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
+    if not sharded:
         # Launch files leave it to the cluster; what Megatron asks for decides no memory.
         kept.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return kept

@@ -1,0 +1,65 @@
+"""Recompute labels that save nothing, or whose saving the peak does not show."""
+
+from collections.abc import Iterator
+
+from labkit.diagnose.case import Case, size
+from labkit.diagnose.causes.common import PLAN
+from labkit.diagnose.diagnosis import Finding
+from labkit.ledger import MATERIAL, WITHOUT_ACTIVATIONS
+
+
+def labels(case: Case) -> Iterator[Finding]:
+    """Labels that save nothing, `core_attn` under a kernel that keeps no scores among them."""
+    if case.stated is None:
+        return
+    for finding in case.stated.workload.findings:
+        if finding.severity != "warning" or not finding.field.startswith("recompute."):
+            continue
+        fused = "core_attn" in finding.reason
+        yield Finding(
+            cause="fused attention" if fused else "inactive label",
+            weight="note",
+            happened=f"{finding.reason}.",
+            evidence=(case.stated.evidence,),
+            confirm=("labkit compare or labkit estimate with and without it: the peak stays.",),
+            remedies=(f"{finding.remedy}: it costs time and buys no memory.",),
+        )
+
+
+def moved(case: Case) -> Iterator[Finding]:
+    """Labels did their work, and something else holds the peak now."""
+    stated, now, before = case.stated, case.estimate, case.without_recompute
+    if stated is None or now is None or before is None or stated.workload.recompute.recompute_granularity is None:
+        return
+    if now.workload.content_hash == before.workload.content_hash:
+        return
+    lower = before.retained_bytes - now.retained_bytes
+    fell = before.peak_allocated_bytes - now.peak_allocated_bytes
+    if lower < MATERIAL * before.peak_allocated_bytes or lower - fell < lower / 4:
+        return
+    phases = before.summary.peak_phase, now.summary.peak_phase
+    if phases[0] == phases[1] and now.summary.peak_iteration == before.summary.peak_iteration and fell > lower / 2:
+        return
+    label = stated.workload.recompute.label
+    holds = phases[1].replace("_", " ")
+    state = phases[1] in WITHOUT_ACTIVATIONS
+    yield Finding(
+        cause="moved bottleneck",
+        weight="note",
+        happened=f"Recomputing {label} leaves {size(lower)} less for backward, but the peak falls by "
+        f"{size(max(fell, 0))} "
+        f"only: {holds} of iteration {now.summary.peak_iteration} holds it now (by estimate).",
+        evidence=(stated.evidence,),
+        confirm=(
+            "labkit estimate shows each phase's peak; max allocated after iteration 1 and 2 in the log should agree.",
+        ),
+        remedies=(
+            (
+                "More labels will not lower it: no activations are left there. Smaller optimizer state or more GPUs "
+                "do.",
+                "A cheaper choice may now do as well: " + PLAN + ".",
+            )
+            if state
+            else (f"Look at what holds the peak now: {PLAN}.",)
+        ),
+    )

@@ -1,0 +1,205 @@
+"""The table of causes: what evidence leads to which, in which order, and what is said beside a workload."""
+
+from pathlib import Path
+
+import pytest
+
+from labkit.diagnose import Diagnosis, diagnose
+from labkit.diagnose.beside import Beside
+from labkit.errors import InputError
+from labkit.workload import Workload
+from tests.small import selective
+
+ROOT = Path(__file__).parents[2]
+GB = 10**9
+MOONLIGHT = Workload.load(ROOT / "data/workloads/moonlight-16b.yaml")
+
+
+def message(**figures: str) -> str:
+    """An out-of-memory message of today's PyTorch."""
+    said = {
+        "asked": "2.00 GiB", "free": "500.00 MiB", "process": "77.60 GiB", "allocated": "75.00 GiB", "kept": "300.00 "
+        "MiB",
+        "others": "", "pools": "", "allowed": "",
+    } | figures  # fmt: skip
+    return (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {said['asked']}. GPU 0 has a total capacity "
+        "of 79.10 "
+        f"GiB of which {said['free']} is free. {said['others']}Including non-PyTorch memory, this process has "
+        f"{said['process']} memory in use. {said['allowed']}Of the allocated memory {said['allocated']} is allocated "
+        "by "
+        f"PyTorch, {said['pools']}and {said['kept']} is reserved by PyTorch but unallocated."
+    )
+
+
+def traceback(*places: str) -> str:
+    """Frames `file:function`, the outermost first."""
+    frames = (each.partition(":") for each in places)
+    return "\n".join(
+        ["Traceback (most recent call last):", *(f'  File "/m/megatron/{a}", line 1, in {b}' for a, _, b in frames)]
+    )
+
+
+FORWARD = traceback("core/pipeline_parallel/schedules.py:forward_step", "core/transformer/mlp.py:forward")
+EXPERTS = traceback("core/pipeline_parallel/schedules.py:forward_step", "core/transformer/moe/experts.py:forward")
+OPTIMIZER = traceback("training/training.py:train_step", "core/optimizer/distrib_optimizer.py:step")
+SETUP = traceback("training/training.py:setup_model_and_optimizer", "core/models/gpt/gpt_model.py:__init__")
+STEP = (
+    "iteration        {}/      20 | consumed samples: 4 | elapsed time per iteration (ms): 466.3 | lm loss: 9.1E+00 |"
+)
+
+CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "full": (f"{FORWARD}\n{message()}", [("capacity", "cause")]),
+    "an optimizer's step": (f"{OPTIMIZER}\n{message()}", [("optimizer capacity", "cause")]),
+    "a model that does not fit": (f"{SETUP}\n{message()}", [("optimizer capacity", "cause")]),
+    "in pieces": (
+        message(asked="10.62 GiB", allocated="46.00 GiB", kept="30.50 GiB"),
+        [("fragmentation", "cause"), ("capacity", "contributes")],
+    ),
+    "in pieces of 1.13": (
+        "CUDA out of memory. Tried to allocate 10.62 GiB (GPU 0; 139.81 GiB total capacity; 95.40 GiB already "
+        "allocated; 9.10 "
+        "GiB free; 125.90 GiB reserved in total by PyTorch)",
+        [("fragmentation", "cause"), ("outside PyTorch", "contributes"), ("capacity", "contributes")],
+    ),
+    "pieces that would not have been enough": (
+        message(asked="20.00 GiB", allocated="68.00 GiB", kept="7.00 GiB"),
+        [("capacity", "cause"), ("fragmentation", "contributes")],
+    ),
+    "graphs hold much": (
+        message(pools="with 30.00 GiB allocated in private pools (e.g., CUDA Graphs), "),
+        [("private pools", "cause"), ("capacity", "contributes")],
+    ),
+    "graphs hold little": (
+        message(pools="with 1.00 GiB allocated in private pools (e.g., CUDA Graphs), "),
+        [("capacity", "cause"), ("private pools", "contributes")],
+    ),
+    "another process": (
+        message(others="Process 7 has 30.00 GiB memory in use. ", process="47.00 GiB", allocated="45.00 GiB"),
+        [("outside PyTorch", "cause"), ("capacity", "contributes")],
+    ),
+    "NCCL and contexts": (
+        message(process="78.00 GiB", allocated="66.00 GiB"),
+        [("capacity", "cause"), ("outside PyTorch", "contributes")],
+    ),
+    "a limited process": (
+        message(allowed="75.50 GiB allowed; "),
+        [("capacity", "cause"), ("outside PyTorch", "contributes")],
+    ),
+    "a library": (
+        "n1:1:2 [3] NCCL WARN Cuda failure 2 'out of memory'\nRuntimeError: NCCL error: unhandled cuda error",
+        [("outside PyTorch", "cause"), ("not memory", "note")],
+    ),
+    "experts, after a step": (
+        f"{STEP.format(1)}\n{EXPERTS}\n{message()}",
+        [("capacity", "cause"), ("expert imbalance", "contributes")],
+    ),
+    "experts, in the first step": (f"{EXPERTS}\n{message()}", [("capacity", "cause")]),
+    "ranks of unequal load": (
+        f"[rank0]: {EXPERTS.replace(chr(10), chr(10) + '[rank0]: ')}\n[rank0]: {message()}\n"
+        f"[rank1]: {message(allocated='60.00 GiB', process='62.60 GiB')}",
+        [("capacity", "cause"), ("expert imbalance", "contributes")],
+    ),
+    "the others only waited": (
+        f"[rank0]: {message()}\n[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)",
+        [("capacity", "cause"), ("not memory", "note")],
+    ),
+    "the host's memory": ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", [("host memory", "cause")]),
+    "killed": ("  exitcode  : -9 (pid: 1)\nSignal 9 (SIGKILL) received by PID 1", [("host memory", "cause")]),
+    "a hang": ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)", [("not memory", "cause")]),
+    "not a number": ("RuntimeError: Rank 3: found NaN in local grad norm", [("not memory", "cause")]),
+    "an illegal access": (
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        [("not memory", "cause")],
+    ),
+    "nothing failed": (f"{STEP.format(4)}\n{STEP.format(5)}", [("no failure", "note")]),
+}
+
+
+def diagnosed(folder: Path, text: str, workload: Workload | None = None) -> Diagnosis:
+    """A log, and a workload file beside it."""
+    log = folder / "run.log"
+    log.write_text(text, encoding="utf-8")
+    if workload is None:
+        return diagnose([log])
+    file = folder / "w.yaml"
+    file.write_text(workload.model_dump_json(exclude_unset=True), encoding="utf-8")
+    return diagnose([log, file])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evidence_leads_to_its_causes(tmp_path: Path, name: str) -> None:
+    text, expected = CASES[name]
+    found = diagnosed(tmp_path, text)
+    assert [(each.cause, each.weight) for each in found.findings] == expected
+    for finding in found.findings:
+        assert finding.evidence or finding.cause == "no failure"
+        assert (finding.confirm and finding.remedies) or finding.weight == "note"
+
+
+def test_an_evidence_line_is_where_it_says(tmp_path: Path) -> None:
+    text = f"{FORWARD}\n{message()}\n"
+    (finding,) = diagnosed(tmp_path, text).findings
+    (evidence,) = finding.evidence
+    assert evidence.source == str(tmp_path / "run.log")
+    assert "Tried to allocate 2.00 GiB" in text.splitlines()[(evidence.line or 0) - 1]
+    assert "in forward, at megatron/core/transformer/mlp.py:1 forward" in finding.happened
+
+
+DENSE = {
+    "name": "dense", "num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8,
+    "vocab_size": 1000,
+}  # fmt: skip
+
+
+def dense(*labels: str) -> Workload:
+    """A workload of some GiB that takes milliseconds to price."""
+    return Workload.from_mapping(
+        {
+            "model": DENSE,
+            "parallelism": {"world_size": 1},
+            "batch": {"seq_length": 8192, "global_batch_size": 1},
+            "recompute": {"recompute_granularity": "selective", "recompute_modules": list(labels)},
+            "training": {},
+        }
+    )
+
+
+def test_beside_a_workload_idle_labels_are_named_and_the_advice_is_for_what_the_gpu_has(tmp_path: Path) -> None:
+    small = message(asked="1.00 GiB", allocated="4.00 GiB", process="5.00 GiB", allowed="4.50 GiB allowed; ")
+    found = diagnosed(tmp_path, small, dense("core_attn"))
+    causes = {each.cause: each for each in found.findings}
+    assert "core_attn saves next to nothing" in causes["fused attention"].happened
+    advice = causes["capacity"].remedies
+    assert advice[0].startswith("As it is, [core_attn], it does not fit what this GPU has for PyTorch (4.50 GiB)")
+    assert advice[1].startswith("Try ")
+    (compared,) = found.details
+    assert isinstance(compared, Beside)
+    assert [(each.moment, each.logged_bytes) for each in compared.stages] == [("failure", 5 * 2**30)]
+
+
+def test_a_label_whose_saving_the_peak_does_not_show_has_moved_the_bottleneck(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, STEP.format(1), MOONLIGHT.with_recompute(**selective("moe")))
+    moved = next(each for each in found.findings if each.cause == "moved bottleneck")
+    assert "Recomputing [moe] leaves" in moved.happened
+    assert "optimizer of iteration 2 holds it now" in moved.happened
+
+
+def test_the_estimate_stands_beside_what_was_logged(tmp_path: Path) -> None:
+    memory = "[Rank 0] (after {} iterations) memory (MB) | allocated: 1.00 | max allocated: {:.2f} | reserved: 40000.00"
+    text = "\n".join(memory.format(iteration, peak * GB / 2**20) for iteration, peak in ((1, 35.9), (2, 36.618)))
+    found = diagnosed(tmp_path, text, MOONLIGHT)
+    (compared,) = found.details
+    assert isinstance(compared, Beside)
+    steady, first = compared.stages
+    assert (steady.moment, first.moment) == ("all steps", "first step")
+    assert abs(steady.difference) < 0.01
+    assert steady.estimated_bytes > first.estimated_bytes
+
+
+def test_two_files_that_say_what_was_run_are_one_too_many(tmp_path: Path) -> None:
+    workload = ROOT / "data/workloads/moonlight-16b.yaml"
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun pretrain_gpt.py --num-layers 2 # CUDA out of memory with 4\n", encoding="utf-8")
+    with pytest.raises(InputError, match="both say what was run"):
+        diagnose([workload, script])
