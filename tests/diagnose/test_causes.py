@@ -182,7 +182,7 @@ def test_a_label_whose_saving_the_peak_does_not_show_has_moved_the_bottleneck(tm
     found = diagnosed(tmp_path, STEP.format(1), MOONLIGHT.with_recompute(**selective("moe")))
     moved = next(each for each in found.findings if each.cause == "moved bottleneck")
     assert "Recomputing [moe] leaves" in moved.happened
-    assert "optimizer of iteration 2 holds it now" in moved.happened
+    assert "optimizer of iteration 1 holds it now" in moved.happened
 
 
 def test_the_estimate_stands_beside_what_was_logged(tmp_path: Path) -> None:
