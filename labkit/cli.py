@@ -488,6 +488,33 @@ def import_huggingface(
     _write_imported(imported, output, model_only=model_only)
 
 
+@import_app.command("bridge")
+def import_bridge(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE.yaml|-", show_default=False, help="A recipe, or a run's saved configuration."),
+    ],
+    *,
+    output: ImportOutputOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="CONFIG.json", parser=_path, help="Of the model that the recipe names."),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the fewest for the layout"),
+    ] = None,
+    gpu: GpuOption = None,
+) -> None:
+    """Make a workload of a Megatron Bridge recipe in YAML; what it cannot express is named. Runs nothing of it."""
+    from labkit.importers.bridge import import_bridge as imported_from
+
+    if output is not None:
+        _check_output(output)
+    imported = imported_from(None if file == "-" else Path(file), config=config, world_size=world_size, gpu=gpu)
+    _write_imported(imported, output)
+
+
 @app.command()
 def report(
     study: StudyArgument,

@@ -68,6 +68,7 @@ class Section:
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
+        self.kind = keys.text("model_type")
         self.model: Fields = {}
         self.kernels: Fields = {}
         """Of the training set-up: without them Megatron refuses the model."""
@@ -94,11 +95,11 @@ def section(keys: Keys) -> Section:
     Raises:
         InputError: a family that labkit does not know, or a key that is missing or of another type.
     """
-    kind = keys.text("model_type")
+    found = Section(keys)
+    kind = found.kind
     family = _FAMILIES.get(_ALIASES.get(kind, kind))
     if family is None:
         raise InputError(f"{keys.source}: model_type {kind[:80]!r} is not known here{nearest(kind[:80], FAMILIES)}")
-    found = Section(keys)
     family(found)
     found.model = _finished(found)
     found.not_expressed += keys.unknown(_HARMLESS)

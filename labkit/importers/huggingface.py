@@ -1,7 +1,7 @@
 """`import_huggingface`: a model's `config.json` as a `Workload`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ from labkit.importers.families import WINDOW, Section, section
 from labkit.importers.imported import Imported
 from labkit.importers.keys import Keys
 from labkit.memory.parameters import expert_biases, parameter_count, without_prediction
-from labkit.workload import Workload
+from labkit.workload import Model, Workload
 from labkit.workload.gpu import GPUS
+from labkit.workload.training import Kernels
 
 _SEQ_LENGTH = 4096
 _WRAPPED = ("text_config", "llm_config", "language_config")
@@ -50,7 +51,7 @@ def import_huggingface(path: Path | None, layout: Layout | None = None) -> Impor
         raise InputError(f"--gpu {layout.gpu[:80]}: no such GPU{nearest(layout.gpu[:80], GPUS)}")
     config = parse_json(text_from(path, _MOST_CONFIG_BYTES), source)
     found = read_config(config, source)
-    name = _name(config, path)
+    name = model_name(config.get("_name_or_path"), path)
     workload = Workload.from_mapping(_mapping(found, name, layout), source)
     assumed = [*found.assumed, *_kernels(found)]
     if asked:
@@ -92,11 +93,10 @@ def _quantized(keys: Keys) -> list[str]:
     return [f"quantization_config ({str(method)[:40]}): of the published weights; training is taken in bf16"]
 
 
-def _name(config: Mapping[str, Any], path: Path | None) -> str:
-    """What the model is called: by its folder where the file is called as all are."""
-    said = config.get("_name_or_path")
-    if isinstance(said, str) and said.strip("/. "):
-        name = said.rstrip("/").rpartition("/")[2]
+def model_name(stated: object, path: Path | None) -> str:
+    """What a model is called: as is stated, else by its file, or that file's folder where all are called alike."""
+    if isinstance(stated, str) and stated.strip("/. "):
+        name = stated.rstrip("/").rpartition("/")[2]
     elif path is None:
         name = ""
     else:
@@ -164,27 +164,38 @@ def _unsaid(workload: Workload, layout: Layout) -> str:
 
 
 def _counts(workload: Workload, found: Section, path: Path | None) -> list[str]:
-    """The parameters as they are published, what Megatron has beside them, and what an index beside the file says."""
+    """The parameters, and what an index beside the file says of them."""
     model, kernels = workload.model, workload.training.kernels
-    main = without_prediction(model)
-    count = parameter_count(main, kernels, padded=False)
-    published, buffers = count + sum(number for number, _ in found.differences), expert_biases(main)
-    said = [f"{published:,} ({published / 1e9:.2f} billion)"]
-    if buffers:
-        said.append(f"{buffers:,} expert biases beside them are buffers in Megatron")
-    said += [f"{number:,} of them, {what}, are not in this file" for number, what in found.differences if number > 0]
-    said += [f"Megatron has {-number:,} more, {what}" for number, what in found.differences if number < 0]
-    if model.mtp_num_layers:
-        predicting = parameter_count(model, kernels, padded=False) - count
-        said.append(f"multi-token prediction has {predicting:,} more")
-    if padding := parameter_count(main, kernels) - count:
-        said.append(f"the vocabulary as Megatron pads it has {padding:,} more")
     index = None if path is None else path.with_name(_INDEX)
-    compared = [] if index is None or not index.is_file() else [_published(index, published + buffers, found)]
-    return ["; ".join(said), *compared]
+    counted = [count(model, kernels, found.differences)]
+    if index is not None and index.is_file():
+        main = without_prediction(model)
+        published = parameter_count(main, kernels, padded=False) + sum(number for number, _ in found.differences)
+        counted.append(_published(index, published + expert_biases(main), found))
+    return counted
 
 
-def _published(index: Path, count: int, found: Section) -> str:
+def count(model: Model, kernels: Kernels, differences: Sequence[tuple[int, str]] = ()) -> str:
+    """A model's parameters as they are published, and what Megatron has beside them.
+
+    `differences`: what the published weights have beyond Megatron's, or lack.
+    """
+    main = without_prediction(model)
+    here = parameter_count(main, kernels, padded=False)
+    published = here + sum(number for number, _ in differences)
+    said = [f"{published:,} ({published / 1e9:.2f} billion)"]
+    if buffers := expert_biases(main):
+        said.append(f"{buffers:,} expert biases beside them are buffers in Megatron")
+    said += [f"{number:,} of them, {what}, are not in this file" for number, what in differences if number > 0]
+    said += [f"Megatron has {-number:,} more, {what}" for number, what in differences if number < 0]
+    if model.mtp_num_layers:
+        said.append(f"multi-token prediction has {parameter_count(model, kernels, padded=False) - here:,} more")
+    if padding := parameter_count(main, kernels) - here:
+        said.append(f"the vocabulary as Megatron pads it has {padding:,} more")
+    return "; ".join(said)
+
+
+def _published(index: Path, parameters: int, found: Section) -> str:
     """What the index of the published weights says of their number."""
     try:
         metadata = Keys(parse_json(text_from(index, _MOST_INDEX_BYTES), _INDEX), _INDEX).part("metadata")
@@ -201,7 +212,7 @@ def _published(index: Path, count: int, found: Section) -> str:
         if total
         else f"{_INDEX} has {size:,} bytes, {(size or 0) // width:,} of {width} bytes each"
     )
-    difference = (total or (size or 0) // width) - count
+    difference = (total or (size or 0) // width) - parameters
     if not difference:
         return f"{said}: the same"
     reason = "towers, multi-token prediction, quantised weights or other precisions would be such"

@@ -5,7 +5,10 @@ from typing import NamedTuple
 import yaml
 
 from labkit.console import printable
+from labkit.errors import InputError
+from labkit.importers.fields import Fields
 from labkit.workload import Workload
+from labkit.workload.attention_backends import attention_backend
 
 
 class Imported(NamedTuple):
@@ -43,3 +46,25 @@ class Imported(NamedTuple):
     def _file(self, data: dict[str, object]) -> str:
         body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
         return "".join([*(f"# {note}\n" for note in self.notes), body])
+
+
+def checked(found: Fields, source: str) -> Workload:
+    """The workload; where its rules refuse it, the reason may be what it does not express.
+
+    Raises:
+        InputError: it cannot run.
+    """
+    try:
+        return Workload.from_mapping(found.mapping, source)
+    except InputError as error:
+        options = ", ".join(each.partition(":")[0] for each in (*found.not_priced, *found.not_expressed))
+        raise InputError(f"{error} (not expressed: {options})" if options else str(error)) from None
+
+
+def backend_note(workload: Workload, field: str) -> list[str]:
+    """What `auto` comes to, where there is something to choose."""
+    kernels = workload.training.kernels
+    if kernels.attention_backend != "auto" or kernels.local:
+        return []
+    chosen = attention_backend(workload)
+    return [f"{field} auto: {chosen}, as Transformer Engine chooses with flash-attention installed"]

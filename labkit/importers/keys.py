@@ -25,18 +25,18 @@ class Keys:
     """
 
     def __init__(self, mapping: Mapping[str, Any], source: str, within: str = "") -> None:
-        self._mapping = mapping
+        self.mapping = mapping
         self.source = source
         self._within = within
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return self._mapping.get(name) is not None
+        return self.mapping.get(name) is not None
 
     def plain(self, name: str, default: Any = None) -> Any:
         """A value of any type."""
         self._read.add(name)
-        value = self._mapping.get(name)
+        value = self.mapping.get(name)
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**40) -> int:
@@ -44,8 +44,11 @@ class Keys:
         value = self._needed(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if type(value) is not int or not least <= value <= most:
-            raise self._wrong(name, f"a whole number from {least} to {most}", value)
+        if type(value) is not int:
+            raise self._wrong(name, "a whole number", value)
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise self._wrong(name, f"a whole number of {bound}", value)
         return value
 
     def optional_integer(self, name: str, *, least: int = 1, most: int = 2**40) -> int | None:
@@ -59,7 +62,9 @@ class Keys:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(name, "a number", value)
         if not least <= value <= most:
-            raise self._wrong(name, f"a number from {least:g} to {most:g}", value)
+            raise self._wrong(
+                name, f"a number of at {f'least {least:g}' if value < least else f'most {most:g}'}", value
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -112,12 +117,12 @@ class Keys:
     def left(self, known: Collection[str] = ()) -> Iterator[str]:
         """Keys that nobody has read and that are not known to be harmless; nulls say nothing."""
         return (
-            name for name, value in self._mapping.items() if value is not None and name not in self._read | set(known)
+            name for name, value in self.mapping.items() if value is not None and name not in self._read | set(known)
         )
 
     def named(self, name: str) -> str:
         """A key and its value, as a note shows them."""
-        value = self._mapping.get(name)
+        value = self.mapping.get(name)
         text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
         return f"{self._within}{name[:80]} {text or shown(value)}"
 

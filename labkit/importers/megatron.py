@@ -11,12 +11,11 @@ from typing import Any, Self
 from labkit.drivers.process import own_module
 from labkit.errors import InputError, WorkError, nearest
 from labkit.importers.documents import source_name, text_from
-from labkit.importers.fields import Arguments, Fields, fields, known_gpu
-from labkit.importers.imported import Imported
+from labkit.importers.fields import Arguments, fields, known_gpu
+from labkit.importers.imported import Imported, backend_note, checked
 from labkit.importers.launch import Launch, known_program, read_launch
 from labkit.importers.silent import SILENT, decides_no_memory, is_conditional
 from labkit.workload import Workload
-from labkit.workload.attention_backends import attention_backend
 from labkit.workload.gpu import GPUS
 
 _LONGEST_SECONDS = 600.0
@@ -127,31 +126,14 @@ def import_launch(
         found = fields(read, name=name, gpu=stated, environment=launch.environment)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    workload = _checked(found, source)
+    workload = checked(found, source)
     assumed = [*_world_note(launch, found.mapping), *_gpu_note(workload, stated), *found.assumed]
-    assumed += _backend_note(workload)
+    assumed += backend_note(workload, "--attention-backend")
     return Imported(workload, found.not_priced, found.not_expressed, assumed)
-
-
-def _checked(found: Fields, source: str) -> Workload:
-    """The workload; where its rules refuse it, the reason may be what it does not express."""
-    try:
-        return Workload.from_mapping(found.mapping, source)
-    except InputError as error:
-        options = ", ".join(each.partition(":")[0] for each in (*found.not_priced, *found.not_expressed))
-        raise InputError(f"{error} (not expressed: {options})" if options else str(error)) from None
 
 
 def _gpu_note(workload: Workload, stated: str) -> list[str]:
     return [] if stated else [f"GPU: none is stated; {workload.training.gpu} (--gpu says another)"]
-
-
-def _backend_note(workload: Workload) -> list[str]:
-    kernels = workload.training.kernels
-    if kernels.attention_backend != "auto" or kernels.local:
-        return []
-    chosen = attention_backend(workload)
-    return [f"--attention-backend auto: {chosen}, as Transformer Engine chooses with flash-attention installed"]
 
 
 def _world_note(launch: Launch, mapping: Mapping[str, Any]) -> list[str]:

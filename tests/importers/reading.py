@@ -1,5 +1,7 @@
 """Run as a process: texts of launches in (JSON list on standard input), what the importer made of each out.
 
+A text that is a mapping of `workload` is answered with Megatron's configuration of it.
+
 One process for all texts: Megatron's imports take seconds. `differing` are the fields on which Megatron's
 configuration of the arguments and that of the imported workload (`labkit.drivers.build`) do not agree.
 """
@@ -56,18 +58,41 @@ def imported(text: str) -> dict[str, Any]:
     }
 
 
+def configured(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's configuration of a workload."""
+    from labkit.drivers.arguments import megatron_arguments
+    from labkit.drivers.build import transformer_config
+
+    workload = Workload.from_mapping(mapping)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(workload.parallelism.world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    again = megatron_arguments(workload, num_microbatches=workload.num_microbatches)
+    return {"configuration": megatron_args.plain_config(transformer_config(workload, again))}
+
+
 def known_names() -> dict[str, Any]:
     """What Megatron's parser and its configuration call their entries."""
     import argparse
 
-    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser())
+    classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     return {
+        "defaults": {each.__name__: defaults(each) for each in classes},
         "arguments": [action.dest for action in parser._actions],
         "options": [option for option in parser._option_string_actions if option.startswith("--")],
         "configuration": [field.name for field in dataclasses.fields(MLATransformerConfig)],
+    }
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """What the fields of a configuration are where nothing is said."""
+    fields_of = dataclasses.fields(kind)
+    return {
+        each.name: megatron_args.plain(each.default) for each in fields_of if each.default is not dataclasses.MISSING
     }
 
 
@@ -79,7 +104,8 @@ def main() -> None:
     with fake_cuda(GPUS["h100-80gb"]):
         for text in json.load(sys.stdin):
             try:
-                found.append(imported(text))
+                workload = json.loads(text).get("workload") if text.startswith('{"workload"') else None
+                found.append(imported(text) if workload is None else configured(workload))
             except InputError as error:
                 found.append({"error": str(error)})
         names = known_names()

@@ -195,7 +195,9 @@ HOSTILE = {
     b'{"model_type": 3}': "model_type: should be a text (got 3)",
     b'{"model_type": "bert"}': "model_type 'bert' is not known here",
     DENSE.replace('"hidden_size": 1024', '"hidden_size": true').encode(): "hidden_size: should be a whole number",
-    DENSE.replace('"hidden_size": 1024', '"hidden_size": -4').encode(): "hidden_size: should be a whole number from 1",
+    DENSE.replace(
+        '"hidden_size": 1024', '"hidden_size": -4'
+    ).encode(): "hidden_size: should be a whole number of at least 1 (got -4)",
     DENSE.replace('"hidden_size": 1024', '"hidden_size": NaN').encode(): "hidden_size: should be a whole number",
     DENSE.replace('"hidden_size": 1024', '"hidden_size": 1e30').encode(): "hidden_size: should be a whole number",
     DENSE.replace('"hidden_size": 1024, ', "").encode(): "hidden_size is missing",

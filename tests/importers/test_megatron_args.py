@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from labkit.errors import InputError
+from labkit.importers.bridge import _resolved, _silent, _tables, import_bridge
 from labkit.importers.fields import _MEANING, EXPRESSED
-from labkit.importers.megatron import _backend_note, import_megatron
+from labkit.importers.imported import backend_note
+from labkit.importers.megatron import import_megatron
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
@@ -113,7 +115,50 @@ OTHER_NAMES = {
 }
 """Fields whose argument, where it is not expressed, is called something else."""
 
+RECIPES = [path.stem for path in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))]
+PROVIDERS = {"TransformerConfig": "GPTModelProvider", "MLATransformerConfig": "MLAModelProvider"}
+OF_RECIPES = {
+    "OptimizerConfig": {
+        "grad_norm_skip_threshold",
+        "bf16",
+        "fp16",
+        "params_dtype",
+        "lr",
+        "min_lr",
+        "clip_grad",
+        "overlap_param_gather",
+    },
+    "MLATransformerConfig": set[str](),
+    "DistributedDataParallelConfig": set[str](),
+    "TransformerConfig": {
+        "cross_entropy_loss_fusion",
+        "deallocate_pipeline_outputs",
+        "masked_softmax_fusion",
+        "attention_softmax_in_fp32",
+        "gradient_accumulation_fusion",
+    },
+}
+"""Defaults that Megatron Bridge's own classes change, or set when a run is set up."""
+
 type Found = dict[str, Any]
+
+
+UNLIKE_RECIPES = {
+    "apply_rope_fusion": "of a model without positions, where Bridge turns it off",
+    "cuda_graph_impl": "not priced",
+    "deallocate_pipeline_outputs": "not expressed, or without a pipeline",
+    "fp8_recipe": "that of mixed_precision, which is applied when a run is set up",
+    "kv_channels": "which latent attention does not read",
+    "mtp_num_layers": "none, for 0",
+    "pipeline_model_parallel_layout": "lists of names in a recipe",
+}
+"""Fields of a recipe's model that an imported workload has otherwise."""
+
+
+def asked(name: str) -> str:
+    """For Megatron's configuration of an imported recipe, without what only a trace runs."""
+    workload = import_bridge(Path(__file__).with_name("recipes") / f"{name}.yaml").workload
+    return json.dumps({"workload": workload.model_dump(mode="json", exclude={"launch"})})
 
 
 def read(texts: list[str]) -> list[Found]:
@@ -135,7 +180,7 @@ def read(texts: list[str]) -> list[Found]:
 
 @pytest.fixture(scope="session")
 def found() -> dict[str, Found]:
-    texts = JOBS | LINES | CARRIED | {text: text for text in REFUSED}
+    texts = JOBS | LINES | CARRIED | {text: text for text in REFUSED} | {name: asked(name) for name in RECIPES}
     return dict(zip(["names", *texts], read(list(texts.values())), strict=True))
 
 
@@ -171,6 +216,31 @@ def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str,
 def test_everything_is_expressed(found: dict[str, Found], name: str) -> None:
     assert (found[name]["not_priced"], found[name]["not_expressed"]) == ([], [])
     assert found[name]["workload"]["launch"] is None
+
+
+def test_defaults_of_recipes_are_megatrons(found: dict[str, Found]) -> None:
+    recipes = _tables()["defaults"]
+    for kind, changed in OF_RECIPES.items():
+        ours = recipes[PROVIDERS.get(kind, kind)]
+        theirs = {name: value for name, value in found["names"]["defaults"][kind].items() if name in ours}
+        assert len(theirs) > 10
+        assert {
+            name: [ours[name], value] for name, value in theirs.items() if ours[name] != value and name not in changed
+        } == {}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_configuration_of_an_imported_recipe_is_the_recipes(found: dict[str, Found], name: str) -> None:
+    assert "error" not in found[name], found[name]["error"]
+    config = found[name]["configuration"]
+    recipe = _resolved(yaml.safe_load((Path(__file__).with_name("recipes") / f"{name}.yaml").read_text())["model"])
+    recipe["activation_func"] = recipe["activation_func"].rpartition(".")[2]
+    compared = {
+        field: [value, config[field]] for field, value in recipe.items() if field in config and value is not None
+    }
+    differing = {field for field, (theirs, ours) in compared.items() if theirs != ours}
+    assert len(compared) > 150
+    assert {field for field in differing if field not in UNLIKE_RECIPES and not decides_no_memory(field)} <= _silent()
 
 
 def test_megatrons_defaults_hold(found: dict[str, Found]) -> None:
@@ -284,9 +354,9 @@ def test_command_writes_a_workload_whole(tmp_path: Path) -> None:
 def test_own_layers_have_nothing_to_choose() -> None:
     own = Workload.load("gpt-local").model_dump(exclude_unset=True)
     own["training"]["kernels"]["attention_backend"] = "auto"
-    assert _backend_note(Workload.from_mapping(own)) == []
+    assert backend_note(Workload.from_mapping(own), "--attention-backend") == []
     engines = {**own, "training": {"kernels": {"attention_backend": "auto", "bias_activation_fusion": False}}}
-    assert _backend_note(Workload.from_mapping(engines))[0].startswith("--attention-backend auto: fused")
+    assert backend_note(Workload.from_mapping(engines), "x")[0].startswith("x auto: fused")
 
 
 def test_files_that_say_nothing_are_refused_before_megatron_starts(tmp_path: Path) -> None:
