@@ -11,44 +11,13 @@ from typing import Any
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.arguments import parse_args, validate_args
-from pydantic import TypeAdapter, ValidationError
 
 from labkit.drivers.options import check_values, groups, refused, refusing
 from labkit.errors import InputError
-from labkit.workload import Model, Parallelism, Workload
-from labkit.workload.base import Part
-from labkit.workload.model import MixtureOfExperts, MultiLatentAttention
-from labkit.workload.training import Kernels, Optimizer, Training
+from labkit.workload import Model, Workload
+from labkit.workload.launch_rules import launch_findings
+from labkit.workload.training import Training
 
-_BEYOND = frozenset(
-    "attention_backend cp_comm_type fp8_recipe max_position_embeddings moe_flex_dispatcher_backend "
-    "moe_router_dtype moe_router_load_balancing_type optimizer position_embedding_type rope_type "
-    "lr train_iters use_gloo_process_groups".split()
-)
-"""Arguments that have no field, or more values than their field: with such a value, what `launch` says holds."""
-_FIELDS: dict[str, type[Part]] = {
-    "attention_backend": Kernels,
-    "cp_comm_type": Parallelism,
-    "moe_router_dtype": MixtureOfExperts,
-    "moe_router_load_balancing_type": MixtureOfExperts,
-    "optimizer": Optimizer,
-    "position_embedding_type": Model,
-    "rope_type": MultiLatentAttention,
-}
-"""Those among them with a field of that name."""
-_OTHER_NAMES = {
-    "recompute_activations": "recompute",
-    "moe_layer_recompute": "recompute",
-    "padded_vocab_size": "model.vocab_size",
-    "hybrid_override_pattern": "model.hybrid_layer_pattern",
-    "use_flash_attn": "training.kernels.attention_backend",
-}
-"""Arguments of another name than the field that says the same."""
-_NO_PART_OF_A_STEP = frozenset(
-    "help yaml_cfg config_logger_dir save tensorboard_dir wandb_project use_cpu_initialization "
-    "result_rejected_tracker_filename nccl_communicator_config_path".split()
-)
-"""Arguments that read or write files, end the program, or leave the GPU."""
 _LAYERS = "megatron.core."
 """Where layers of `--spec` come from: any other module would be code of the workload's author."""
 
@@ -62,14 +31,26 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         InputError: an option of `launch` does not exist or has a wrong value, a field of the workload expresses it,
             or Megatron's validator refuses the workload.
     """
+    namespace = stated_arguments(workload, num_microbatches=num_microbatches)
+    with refusing(refused(workload)):
+        validate(namespace)
+    return namespace
+
+
+def stated_arguments(workload: Workload, *, num_microbatches: int) -> argparse.Namespace:
+    """The same before Megatron's validator has seen them.
+
+    Raises:
+        InputError: an option of `launch` does not exist or has a wrong value, or a field of the workload expresses it.
+    """
+    for finding in launch_findings(workload):
+        raise InputError(str(finding))
     words = [] if workload.launch is None else workload.launch.words
     launched: dict[str, str] = {}
 
     def find(parser: argparse.ArgumentParser) -> list[str]:
         options, names = parser._option_string_actions, [word.partition("=")[0] for word in words]
         launched.update((options[name].dest, name) for name in names if name in options)
-        for name in launched.keys() & _NO_PART_OF_A_STEP:
-            raise InputError(f"launch.arguments: {launched[name]} is no part of a training step; leave it out")
         for group in groups(words):
             if (action := options.get(group[0].partition("=")[0])) is not None:
                 try:
@@ -79,8 +60,6 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
         return words
 
     namespace = parse(find, lambda message: f"launch.arguments: {message[:300]}")
-    for name in launched.keys() & _OTHER_NAMES.keys():
-        raise InputError(f"launch.arguments: {launched[name]} is what {_OTHER_NAMES[name]} says; change it there")
     if "spec" in launched and namespace.spec and not _layers(namespace.spec):
         raise InputError(
             f"launch.arguments: --spec names no layers of {_LAYERS}*, which alone are traced; leave it out"
@@ -88,26 +67,9 @@ def megatron_arguments(workload: Workload, *, num_microbatches: int) -> argparse
     for name, value in arguments_of(workload, num_microbatches=num_microbatches).items():
         if name not in launched:
             setattr(namespace, name, value)
-        elif name not in _BEYOND or _has_field(name, getattr(namespace, name), value):
-            raise InputError(
-                f"launch.arguments: {launched[name]} is what a field of the workload says; change it there"
-            )
     if namespace.fp16:
         namespace.bf16 = False
-    with refusing(refused(workload)):
-        validate(namespace)
-    _check_graphs(namespace)
     return namespace
-
-
-def _check_graphs(namespace: argparse.Namespace) -> None:
-    """Refuse what Megatron's validator lets pass and its schedule does not.
-
-    `_CudagraphRecordNode` returns its input, which makes a view; `deallocate_output_tensor` asserts that it has none.
-    """
-    if namespace.cuda_graph_impl == "local" and namespace.pipeline_model_parallel_size > 1:
-        reason = "Megatron Core 0.19 cannot free the outputs of pipeline stages that its own graphs hand on"
-        raise InputError(f"launch.arguments: --cuda-graph-impl local: {reason}; use transformer_engine")
 
 
 def _layers(spec: list[str]) -> Any:
@@ -116,19 +78,6 @@ def _layers(spec: list[str]) -> Any:
         return spec[0].startswith(_LAYERS) and import_module(tuple(spec))
     except (KeyError, ValueError):
         return None
-
-
-def _has_field(name: str, launched: Any, said: Any) -> bool:
-    """Whether a field could say what `launch` says, and says otherwise."""
-    if name not in _FIELDS or launched == said:
-        return False
-    (value,) = launched if isinstance(launched, list) and len(launched) == 1 else [launched]
-    values: Any = _FIELDS[name].model_fields[name].annotation
-    try:
-        TypeAdapter(values).validate_python(getattr(value, "name", value))
-    except ValidationError:
-        return False
-    return True
 
 
 def parse(find: Callable[[argparse.ArgumentParser], list[str]], sentence: Callable[[str], str]) -> argparse.Namespace:

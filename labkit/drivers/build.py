@@ -55,16 +55,31 @@ def _compile_nothing() -> None:
 
 
 def transformer_config(workload: Workload, arguments: argparse.Namespace) -> TransformerConfig:
-    """Megatron's configuration of the model, its layout, its kernels and its recompute choice."""
-    model, kernels = workload.model, workload.training.kernels
-    config: TransformerConfig = core_transformer_config_from_args(arguments)
-    if not arguments.quick_geglu:
+    """Megatron's configuration of the model, its layout, its kernels and its recompute choice, as it is stated.
+
+    What breaks a rule of `TransformerConfig` is for it to say: nothing is mended on the way (`make differential`).
+
+    Raises:
+        AssertionError, ValueError, NotImplementedError: `TransformerConfig` refuses it.
+    """
+    model, kernels, layout = workload.model, workload.training.kernels, workload.parallelism
+    stated = argparse.Namespace(**vars(arguments))
+    stated.swiglu = stated.squared_relu = False
+    if not stated.quick_geglu:
         # Megatron-LM has no arguments for every pair of function and gate that Megatron Core has.
-        config.activation_func = ACTIVATIONS[model.activation_func]
-        config.gated_linear_unit = model.gated_linear_unit
-        config.bias_activation_fusion = workload.training.fuses_activation
-    config.cross_entropy_loss_fusion = kernels.cross_entropy_loss_fusion
-    config.cross_entropy_fusion_impl = kernels.cross_entropy_fusion_impl
+        stated.activation_func = ACTIVATIONS[model.activation_func]
+        stated.gated_linear_unit = model.gated_linear_unit
+        stated.bias_gelu_fusion = workload.training.fuses_activation
+    stated.cross_entropy_loss_fusion = kernels.cross_entropy_loss_fusion
+    stated.cross_entropy_fusion_impl = kernels.cross_entropy_fusion_impl
+    # Megatron-LM's validator changes these where they do not fit, or works them out from others.
+    stated.sequence_parallel = layout.sequence_parallel
+    stated.apply_rope_fusion = kernels.apply_rope_fusion
+    if model.mixture_of_experts is not None:
+        stated.moe_shared_expert_overlap = kernels.moe_shared_expert_overlap
+    if layout.pipeline_model_parallel_layout is not None and layout.virtual_pipeline_model_parallel_size is not None:
+        stated.virtual_pipeline_model_parallel_size = layout.virtual_pipeline_model_parallel_size
+    config: TransformerConfig = core_transformer_config_from_args(stated)
     return config
 
 
@@ -74,7 +89,7 @@ def build_model(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
     Raises:
         InputError: Megatron Core's configuration or layers refuse the workload.
     """
-    with refusing(refused(workload), (AssertionError, ValueError)), _predicting_after_any_layer():
+    with refusing(refused(workload), (AssertionError, ValueError, NotImplementedError)), _predicting_after_any_layer():
         config = transformer_config(workload, arguments)
         hybrid = workload.model.hybrid_layer_pattern is not None
         described = (hybrid_config_from_args if hybrid else gpt_config_from_args)(arguments, config)

@@ -4,7 +4,6 @@ Sources: `megatron.training.arguments`, Megatron Core 0.19.
 """
 
 import argparse
-import ast
 import enum
 import traceback
 from collections.abc import Iterable, Iterator
@@ -14,9 +13,8 @@ from types import FunctionType
 
 from labkit.errors import InputError, nearest
 from labkit.workload import Workload
+from labkit.workload.launched import listed
 from labkit.workload.pipeline_layout import layout_stages
-
-_MOST_ENTRIES = 2**16
 
 
 def groups(words: Iterable[str]) -> list[list[str]]:
@@ -51,7 +49,7 @@ def check_values(action: argparse.Action, group: list[str]) -> None:
             if action.dest == "pipeline_model_parallel_layout":
                 layout_stages(value)
             elif getattr(action.type, "__name__", "").endswith("_freq_type") and "[" in value:
-                _check_list(value)
+                listed(value)
             elif isinstance(action.type, FunctionType):
                 action.type(value)
         except (ValueError, argparse.ArgumentTypeError) as error:
@@ -59,37 +57,6 @@ def check_values(action: argparse.Action, group: list[str]) -> None:
         except KeyError:  # some look into an enumeration
             names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
             raise InputError(f"{name} {shown(value)}: there is none{nearest(value[:80], names)}") from None
-
-
-def _check_list(text: str) -> None:
-    """Megatron evaluates lists such as `([0]*3+[1]*5)`; a short one may stand for more than memory holds.
-
-    Raises:
-        ValueError: it does, or is none.
-    """
-    try:
-        _size(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError("it is no list such as ([0]*1+[1]*3), or too long") from None
-
-
-def _size(node: ast.expr) -> int:
-    """The value of a number, or the length of a list.
-
-    Raises:
-        ValueError: it is neither, or too large.
-    """
-    size: int | None = None
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        size = node.value
-    elif isinstance(node, ast.List | ast.Tuple):
-        size = max(len(node.elts), *(_size(element) for element in node.elts), 0)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _size(node.left), _size(node.right)
-        size = left + right if isinstance(node.op, ast.Add) else left * right
-    if size is None or size > _MOST_ENTRIES:
-        raise ValueError
-    return size
 
 
 def refused(workload: Workload) -> str:

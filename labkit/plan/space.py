@@ -164,7 +164,7 @@ def _laid_out(
         "context_parallel_size": context,
         "pipeline_model_parallel_size": pipeline,
         "expert_model_parallel_size": expert,
-        "sequence_parallel": layout.sequence_parallel or (tensor > 1 and workload.model.mixture_of_experts is not None),
+        "sequence_parallel": tensor > 1 and (layout.sequence_parallel or workload.model.mixture_of_experts is not None),
     }
     if pipeline != layout.pp and layout.pipeline_model_parallel_layout is not None:
         return None

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from labkit.workload.base import Part
-from labkit.workload.finding import Finding
+from labkit.workload.finding import Authority, Finding
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -163,27 +163,35 @@ def allocator_findings(workload: "Workload") -> Iterator[Finding]:
         stated: int | None = getattr(settings, name)
         if stated is not None and stated < settings.large_segment_size_mb:
             reason = f"PyTorch takes no {stated} below the large_segment_size_mb of {settings.large_segment_size_mb}"
-            yield Finding("error", f"{prefix}.{name}", reason, f"use at least {settings.large_segment_size_mb}")
+            yield Finding(
+                "error", f"{prefix}.{name}", reason, f"use at least {settings.large_segment_size_mb}", Authority.PYTORCH
+            )
     yield from _roundup(settings, f"{prefix}.roundup_power2_divisions")
     if settings.garbage_collection_threshold is not None:
         # `malloc` collects where `set_fraction`, which `DeviceCachingAllocator` sets for fractions below 1.
         field = f"{prefix}.garbage_collection_threshold"
         if settings.per_process_memory_fraction == 1:
             reason = "PyTorch collects no garbage unless per_process_memory_fraction is below 1"
-            yield Finding("warning", field, reason, "leave it out, or limit the process")
+            yield Finding("warning", field, reason, "leave it out, or limit the process", Authority.PYTORCH)
         elif settings.expandable_segments:
             reason = "PyTorch collects no garbage from expandable segments"
-            yield Finding("warning", field, reason, "leave one of the two out")
+            yield Finding("warning", field, reason, "leave one of the two out", Authority.PYTORCH)
 
 
 def _roundup(settings: AllocatorSettings, field: str) -> Iterator[Finding]:
     stated = settings.roundup_power2_divisions
     if isinstance(stated, int) and not _is_power_of_two(stated):
-        yield Finding("error", field, f"{stated} is not a power of two", "use a power of two, or leave it out")
+        yield Finding(
+            "error", field, f"{stated} is not a power of two", "use a power of two, or leave it out", Authority.PYTORCH
+        )
     if not isinstance(stated, str):
         return
     for start, divisions in _entries(stated):
         if divisions and not _is_power_of_two(divisions):
-            yield Finding("error", field, f"{divisions} divisions are neither a power of two nor 0", "use one")
+            yield Finding(
+                "error", field, f"{divisions} divisions are neither a power of two nor 0", "use one", Authority.PYTORCH
+            )
         if start is not None and not _is_power_of_two(start):
-            yield Finding("error", field, f"an interval from {start} MiB on is not a power of two", "use one")
+            yield Finding(
+                "error", field, f"an interval from {start} MiB on is not a power of two", "use one", Authority.PYTORCH
+            )

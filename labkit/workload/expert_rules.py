@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from labkit.workload.finding import Finding
+from labkit.workload.finding import Authority, Finding
 from labkit.workload.routing import Routing, busiest_share, largest_share
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def expert_findings(workload: "Workload") -> Iterator[Finding]:
     moe, routing = workload.model.mixture_of_experts, workload.routing
     if moe is None:
         if routing is not None:
-            yield Finding("warning", "routing", "the model has no experts to route to", "leave it out")
+            yield Finding(
+                "warning", "routing", "the model has no experts to route to", "leave it out", Authority.LABKIT
+            )
         return
     yield from _capacity(moe, workload.training.kernels)
     yield from _overlap(moe, workload.training.kernels)
@@ -37,11 +39,17 @@ def _capacity(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
         return
     field, most = f"{_AT}moe_pad_expert_input_to_capacity", moe.num_moe_experts / moe.moe_router_topk
     if moe.moe_expert_capacity_factor is None:
-        yield Finding("error", field, "without a capacity there is nothing to pad to", "set moe_expert_capacity_factor")
+        yield Finding(
+            "error",
+            field,
+            "without a capacity there is nothing to pad to",
+            "set moe_expert_capacity_factor",
+            Authority.CONFIG,
+        )
     elif moe.moe_expert_capacity_factor > most and not kernels.moe_permute_fusion:
         reason = "an expert's capacity is more than all tokens, and only fused permutation pads beyond them"
         remedy = f"use at most {most:g} or set training.kernels.moe_permute_fusion: true"
-        yield Finding("error", f"{_AT}moe_expert_capacity_factor", reason, remedy)
+        yield Finding("error", f"{_AT}moe_expert_capacity_factor", reason, remedy, Authority.ROUTER)
 
 
 def _activation_fusion(model: "Model") -> Iterator[Finding]:
@@ -49,7 +57,7 @@ def _activation_fusion(model: "Model") -> Iterator[Finding]:
     if model.activation_func == "gelu" and (model.gated_linear_unit or model.add_bias_linear):
         reason = "experts have a fused kernel for gated silu alone"
         remedy = "set training.kernels.bias_activation_fusion: false"
-        yield Finding("error", "model.activation_func", reason, remedy)
+        yield Finding("error", "model.activation_func", reason, remedy, Authority.EXPERTS)
 
 
 def _bias(workload: "Workload", moe: "MixtureOfExperts") -> Iterator[Finding]:
@@ -57,12 +65,20 @@ def _bias(workload: "Workload", moe: "MixtureOfExperts") -> Iterator[Finding]:
     field, remedy = "model.add_bias_linear", "set it to false"
     if workload.parallelism.etp > 1:
         reason = "experts with bias have no expert tensor parallelism"
-        yield Finding("error", field, reason, f"{remedy} or expert_tensor_parallel_size to 1")
+        yield Finding("error", field, reason, f"{remedy} or expert_tensor_parallel_size to 1", Authority.CONFIG)
     if workload.training.kernels.bias_dropout_fusion:
         reason = "experts add their biases themselves, without bias_dropout_fusion"
-        yield Finding("error", field, reason, f"{remedy} or training.kernels.bias_dropout_fusion to false")
+        yield Finding(
+            "error", field, reason, f"{remedy} or training.kernels.bias_dropout_fusion to false", Authority.EXPERTS
+        )
     if moe.moe_shared_expert_intermediate_size is not None:
-        yield Finding("error", field, "shared experts have no bias", f"{remedy} or leave shared experts out")
+        yield Finding(
+            "error",
+            field,
+            "shared experts have no bias",
+            f"{remedy} or leave shared experts out",
+            Authority.SHARED_EXPERTS,
+        )
 
 
 def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
@@ -72,9 +88,11 @@ def _overlap(moe: "MixtureOfExperts", kernels: "Kernels") -> Iterator[Finding]:
     field, remedy = "training.kernels.moe_shared_expert_overlap", "set it to false"
     if kernels.moe_token_dispatcher_type == "allgather":
         reason = "shared experts overlap with the alltoall and flex dispatchers alone"
-        yield Finding("error", field, reason, f"{remedy} or choose another moe_token_dispatcher_type")
+        yield Finding("error", field, reason, f"{remedy} or choose another moe_token_dispatcher_type", Authority.CONFIG)
     if moe.moe_latent_size is not None:
-        yield Finding("error", field, "shared experts do not overlap with experts of a latent width", remedy)
+        yield Finding(
+            "error", field, "shared experts do not overlap with experts of a latent width", remedy, Authority.MOE
+        )
 
 
 _FIELDS = {
@@ -90,7 +108,9 @@ def _routing(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) ->
     for field, kinds in _FIELDS.items():
         if getattr(routing, field) is not None and routing.kind not in kinds:
             remedy = f"set routing.kind: {' or '.join(kinds)}, or leave it out"
-            yield Finding("error", f"routing.{field}", f"{routing.kind} routing does not use it", remedy)
+            yield Finding(
+                "error", f"routing.{field}", f"{routing.kind} routing does not use it", remedy, Authority.LABKIT
+            )
     if routing.kind == "concentrated":
         yield from _concentrated(workload, moe, routing)
     elif routing.kind == "skewed":
@@ -103,26 +123,38 @@ def _routing(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) ->
 
 def _concentrated(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
     if routing.share is None:
-        yield Finding("error", "routing.share", "concentrated routing needs it", "give the busiest rank's part of rows")
+        yield Finding(
+            "error",
+            "routing.share",
+            "concentrated routing needs it",
+            "give the busiest rank's part of rows",
+            Authority.LABKIT,
+        )
         return
     ep, share = workload.parallelism.ep, busiest_share(workload, None)
     most = largest_share(moe, ep)
     if share > most:
         reason = f"{routing.share} is more than one rank can get when a token's choices are different experts"
-        yield Finding("error", "routing.share", reason, f"use at most {float(most):g}")
+        yield Finding("error", "routing.share", reason, f"use at most {float(most):g}", Authority.LABKIT)
     elif share < Fraction(1, ep):
         reason = f"{routing.share} is below the even share, so another rank is busier"
-        yield Finding("error", "routing.share", reason, f"use at least {1 / ep:g}")
+        yield Finding("error", "routing.share", reason, f"use at least {1 / ep:g}", Authority.LABKIT)
 
 
 def _skewed(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
     field, ep = "routing.imbalance", workload.parallelism.ep
     most = float(largest_share(moe, ep) * ep)
     if routing.imbalance is None:
-        yield Finding("error", field, "skewed routing needs it", "give the busiest rank's rows over the even share")
+        yield Finding(
+            "error",
+            field,
+            "skewed routing needs it",
+            "give the busiest rank's rows over the even share",
+            Authority.LABKIT,
+        )
     elif routing.imbalance > most:
         reason = f"{routing.imbalance} is more than one rank can get when a token's choices are different experts"
-        yield Finding("error", field, reason, f"use at most {most:g}")
+        yield Finding("error", field, reason, f"use at most {most:g}", Authority.LABKIT)
 
 
 def _per_layer(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
@@ -131,31 +163,45 @@ def _per_layer(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) 
     most = largest_share(moe, ep)
     if not shares:
         yield Finding(
-            "error", field, "per-layer routing needs it", "give the busiest rank's part of rows in each layer"
+            "error",
+            field,
+            "per-layer routing needs it",
+            "give the busiest rank's part of rows in each layer",
+            Authority.LABKIT,
         )
     elif len(shares) != layers:
-        yield Finding("error", field, f"{len(shares)} shares do not fit {layers} MoE layers", f"give {layers}")
+        yield Finding(
+            "error", field, f"{len(shares)} shares do not fit {layers} MoE layers", f"give {layers}", Authority.LABKIT
+        )
     elif Fraction(str(max(shares))) > most:
         reason = f"{max(shares)} is more than one rank can get when a token's choices are different experts"
-        yield Finding("error", field, reason, f"use at most {float(most):g}")
+        yield Finding("error", field, reason, f"use at most {float(most):g}", Authority.LABKIT)
     elif sum(Fraction(str(share)) for share in shares) < Fraction(layers, ep):
         reason = "over all layers they are below the even share, so another rank is busier"
-        yield Finding("error", field, reason, "give the busiest rank's shares")
+        yield Finding("error", field, reason, "give the busiest rank's shares", Authority.LABKIT)
 
 
 def _measured(workload: "Workload", moe: "MixtureOfExperts", routing: Routing) -> Iterator[Finding]:
     field, histograms = "routing.rows_per_expert", routing.rows_per_expert
     layers = sum(layer.mlp == "moe" for layer in workload.model.layers)
     if not histograms:
-        yield Finding("error", field, "measured routing needs it", "give the rows of each expert, one list a MoE layer")
+        yield Finding(
+            "error",
+            field,
+            "measured routing needs it",
+            "give the rows of each expert, one list a MoE layer",
+            Authority.LABKIT,
+        )
     elif len(histograms) not in (1, layers):
         reason = f"{len(histograms)} histograms do not fit {layers} MoE layers"
-        yield Finding("error", field, reason, f"give one for all layers or {layers}")
+        yield Finding("error", field, reason, f"give one for all layers or {layers}", Authority.LABKIT)
     elif any(len(histogram) != moe.num_moe_experts for histogram in histograms):
         reason = f"a histogram does not name each of the {moe.num_moe_experts} experts"
-        yield Finding("error", field, reason, f"give {moe.num_moe_experts} numbers in each")
+        yield Finding("error", field, reason, f"give {moe.num_moe_experts} numbers in each", Authority.LABKIT)
     elif any(not any(histogram) for histogram in histograms):
-        yield Finding("error", field, "a histogram has no rows", "leave empty layers out of the measurement")
+        yield Finding(
+            "error", field, "a histogram has no rows", "leave empty layers out of the measurement", Authority.LABKIT
+        )
     elif any(max(histogram) * moe.moe_router_topk > sum(histogram) for histogram in histograms):
         reason = f"an expert has more than 1/{moe.moe_router_topk} of the rows, and a token never goes to it twice"
-        yield Finding("error", field, reason, "count each routed row once, at the expert it goes to")
+        yield Finding("error", field, reason, "count each routed row once, at the expert it goes to", Authority.LABKIT)

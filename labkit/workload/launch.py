@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -65,6 +66,14 @@ class Launch(Part):
     def not_priced(self) -> list[str]:
         """The arguments that may decide the peak, which an estimate leaves out."""
         return [option for option in self.arguments if not option.startswith(RESERVED_ALONE)]
+
+    @property
+    def options(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Each option and its values, as `--option value` or `--option=value` says them."""
+        for text in self.arguments:
+            word, *values = shlex.split(text)
+            option, joined, value = word.partition("=")
+            yield option, (value, *values) if joined else tuple(values)
 
     @property
     def words(self) -> list[str]:

@@ -221,6 +221,11 @@ class Model(Part):
         return self.mamba.mamba_num_heads or 2 * self.hidden_size // self.mamba.mamba_head_dim
 
     @property
+    def is_latent(self) -> bool:
+        """Megatron's `--multi-latent-attention`, which a hybrid pattern's `+` implies."""
+        return self.multi_latent_attention is not None or "+" in (self.hybrid_layer_pattern or "")
+
+    @property
     def has_rotary_table(self) -> bool:
         """Whether the model, whatever its layers, makes one table of rotary angles (`GPTModel`, `HybridModel`)."""
         return self.turns_positions and self.multi_latent_attention is None

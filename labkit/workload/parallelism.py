@@ -27,7 +27,7 @@ class Parallelism(Part):
     cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
     """How context-parallel ranks exchange keys and values."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
-    """Model chunks of a pipeline rank; None: one, without interleaving."""
+    """Model chunks of a pipeline rank; None: one, without interleaving, or those of the layout."""
     microbatch_group_size_per_vp_stage: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Micro-batches a chunk runs before the next chunk's turn; None is Megatron's default, the pipeline size."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
@@ -40,7 +40,7 @@ class Parallelism(Part):
     pipeline_model_parallel_layout: Annotated[str, StringConstraints(min_length=1), AfterValidator(_layout)] | None = (
         None
     )
-    """The stages one by one: `Et*3|(tt|)*6mL`; with `virtual_pipeline_model_parallel_size` where there are chunks."""
+    """The stages one by one: `Et*3|(tt|)*6mL`."""
 
     @property
     def marked_stages(self) -> tuple[str, ...]:
@@ -59,7 +59,9 @@ class Parallelism(Part):
 
     @property
     def vpp(self) -> int:
-        """Model chunks of a pipeline rank."""
+        """Model chunks of a pipeline rank: as stated, or as many as `pipeline_model_parallel_layout` has."""
+        if self.virtual_pipeline_model_parallel_size is None and self.pipeline_model_parallel_layout is not None:
+            return max(1, len(self.marked_stages) // self.pp)
         return self.virtual_pipeline_model_parallel_size or 1
 
     def first_rank(self, stage: int) -> int:

@@ -7,7 +7,7 @@ Sources: Megatron Core `TransformerConfig.__post_init__`, `parallel_state.initia
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from labkit.workload.finding import Finding
+from labkit.workload.finding import Authority, Finding
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -23,23 +23,24 @@ def pipeline_findings(workload: "Workload") -> Iterator[Finding]:
     if layout.world_size % (layout.tp * layout.pp * layout.cp):
         return
     stated = [getattr(layout, name) for name in _ENDS]
-    if layout.marked_stages:
+    taken = any(getattr(layout, name) for name in _TAKEN)
+    if any(number is not None for number in stated) and taken:
+        reason = "an uneven split and places for the embedding or the loss exclude each other"
+        field = f"parallelism.{_ENDS[stated[0] is None]}"
+        yield Finding("error", field, reason, "give one of the two", Authority.CONFIG)
+    elif layout.marked_stages:
         yield from _placed(workload)
-    elif len(workload.model.pattern_stages) > 1:
-        pass  # `labkit.workload.mixer_rules`
     elif any(number is not None for number in stated):
-        if any(getattr(layout, name) for name in _TAKEN):
-            reason = "an uneven split and places for the embedding or the loss exclude each other"
-            yield Finding("error", f"parallelism.{_ENDS[stated[0] is None]}", reason, "give one of the two")
-            return
         yield from _uneven(workload)
-    else:
+    elif taken or len(workload.model.pattern_stages) == 1:  # those of a hybrid pattern: `labkit.workload.mixer_rules`
         yield from _even(workload)
-    if layout.vpp > 1:
-        if layout.pp == 1:
+    if workload.chunks > 1 or layout.vpp > 1:
+        if layout.pp == 1 and workload.chunks > 1:
             reason = "model chunks need a pipeline to interleave in"
-            yield Finding("error", _VPP, reason, "raise pipeline_model_parallel_size or leave it out")
-        else:
+            yield Finding(
+                "error", _VPP, reason, "raise pipeline_model_parallel_size or leave it out", Authority.ARGUMENTS
+            )
+        elif layout.pp > 1:
             yield from _micro_batches(workload)
 
 
@@ -50,7 +51,6 @@ def _placed(workload: "Workload") -> Iterator[Finding]:
     whole, predicting = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
     early = any(index < len(stages) - layout.pp for index in predicting)
     broken = {
-        "a hybrid pattern marks its stages itself": model.hybrid_layer_pattern is not None,
         "it excludes other ways to split the layers": any(getattr(layout, name) for name in (*_ENDS, *_TAKEN)),
         f"it has {len(stages)} stages, {layout.pp} pipeline ranks of {layout.vpp} chunks have another number": (
             len(stages) != layout.pp * layout.vpp
@@ -65,52 +65,63 @@ def _placed(workload: "Workload") -> Iterator[Finding]:
     }
     for reason, is_broken in broken.items():
         if is_broken:
-            yield Finding("error", field, reason, "change it or leave it out")
-            return
+            yield Finding("error", field, reason, "change it or leave it out", Authority.CONFIG)
+            break
+    if model.hybrid_layer_pattern is not None:
+        reason = "a hybrid pattern marks its stages itself"
+        yield Finding("error", field, reason, "leave it out", Authority.ARGUMENTS)
     if predicting and predicting[-1] != len(stages) - 1:
         reason = "multi-token prediction in a stage before the last is priced as if it were in the last, and not traced"
-        yield Finding("warning", field, reason, "put it beside L where the figures matter")
+        yield Finding("warning", field, reason, "put it beside L where the figures matter", Authority.LABKIT)
 
 
 def _even(workload: "Workload") -> Iterator[Finding]:
     layout = workload.parallelism
     places = workload.model.num_layers + sum(getattr(layout, name) for name in _TAKEN)
     what = "num_layers" if places == workload.model.num_layers else "num_layers with embedding and loss"
+    chunks, authority = workload.chunks, Authority.CONFIG
+    if places == workload.model.num_layers:
+        authority = Authority.ARGUMENTS if chunks == 1 else Authority.STAGES
+        authority = authority if workload.model.hybrid_layer_pattern is None else Authority.HYBRID
     if places % layout.pp:
         reason = f"{layout.pp} stages do not divide {what} ({places})"
-        yield Finding("error", _PP, reason, "use a divisor, or give the layers of the first or last stage")
-    elif places // layout.pp % layout.vpp:
-        reason = f"{layout.vpp} chunks do not divide the {places // layout.pp} layers of a stage"
-        yield Finding("error", _VPP, reason, "use a divisor")
+        yield Finding("error", _PP, reason, "use a divisor, or give the layers of the first or last stage", authority)
+    elif places // layout.pp % chunks:
+        reason = f"{chunks} chunks do not divide the {places // layout.pp} layers of a stage"
+        yield Finding("error", _VPP, reason, "use a divisor", authority)
 
 
 def _uneven(workload: "Workload") -> Iterator[Finding]:
-    layout = workload.parallelism
+    layout, chunks = workload.parallelism, workload.chunks
     left, stages = workload.model.num_layers, layout.pp
     for name in _ENDS:
         layers = getattr(layout, name)
         if layers is not None:
             left -= layers
             stages -= 1
-            if layers % layout.vpp:
-                reason = f"{layout.vpp} chunks do not divide the stage's {layers} layers"
-                yield Finding("error", f"parallelism.{name}", reason, f"use a multiple of {layout.vpp}")
+            if layers % chunks:
+                reason = f"{chunks} chunks do not divide the stage's {layers} layers"
+                yield Finding("error", f"parallelism.{name}", reason, f"use a multiple of {chunks}", Authority.CONFIG)
+    # Megatron's arithmetic takes fewer than no layers, or stages, for a remainder like any other.
+    remains = bool(left) != bool(stages) or bool(stages and left % stages)
+    authority = Authority.CONFIG if remains else Authority.STAGES
     if layout.pp == 1 and (left or stages < 0):
         named = next(name for name in _ENDS if getattr(layout, name) is not None)
         reason = f"without a pipeline one stage has all {workload.model.num_layers} layers"
-        yield Finding("error", f"parallelism.{named}", reason, "leave it out or raise pipeline_model_parallel_size")
+        remedy = "leave it out or raise pipeline_model_parallel_size"
+        yield Finding("error", f"parallelism.{named}", reason, remedy, authority)
     elif left < 0 or bool(left) != bool(stages):
         reason = f"{left} layers are left for {stages} other stages"
         if left < 0 or not stages:
             layers = workload.model.num_layers
             reason = f"the stages named have {layers - left} layers, the model {layers}"
-        yield Finding("error", _PP, reason, "let the stages' layers add up to num_layers")
+        yield Finding("error", _PP, reason, "let the stages' layers add up to num_layers", authority)
     elif stages and left % stages:
         reason = f"{stages} other stages do not divide the {left} layers left for them"
-        yield Finding("error", _PP, reason, "let the layers of the other stages be equal")
-    elif stages and left // stages % layout.vpp:
-        reason = f"{layout.vpp} chunks do not divide the {left // stages} layers of the other stages"
-        yield Finding("error", _VPP, reason, "use a divisor")
+        yield Finding("error", _PP, reason, "let the layers of the other stages be equal", authority)
+    if stages and not remains and left // stages % chunks:
+        reason = f"{chunks} chunks do not divide the {left // stages} layers of the other stages"
+        yield Finding("error", _VPP, reason, "use a divisor", Authority.CONFIG)
 
 
 def _micro_batches(workload: "Workload") -> Iterator[Finding]:
@@ -118,7 +129,7 @@ def _micro_batches(workload: "Workload") -> Iterator[Finding]:
     group, field = layout.microbatch_group, "parallelism.microbatch_group_size_per_vp_stage"
     if not layout.pp <= group <= number:
         reason = f"{group} micro-batches in a row must be at least the {layout.pp} stages and at most all {number}"
-        yield Finding("error", field, reason, "change it, or raise batch.global_batch_size")
+        yield Finding("error", field, reason, "change it, or raise batch.global_batch_size", Authority.SCHEDULES)
     elif 0 < number % group < layout.pp:
         reason = f"of {number} micro-batches {number % group} are left over, fewer than the {layout.pp} stages"
-        yield Finding("error", field, reason, "let it divide the micro-batches")
+        yield Finding("error", field, reason, "let it divide the micro-batches", Authority.SCHEDULES)

@@ -12,13 +12,19 @@ from labkit.workload.attention_rules import attention_findings
 from labkit.workload.behaviour import KNOWN, MEGATRON_FSDP_SINCE, version_tuple
 from labkit.workload.caching import allocator_findings
 from labkit.workload.expert_rules import expert_findings
-from labkit.workload.finding import Finding
+from labkit.workload.finding import Authority, Finding, refuse
+from labkit.workload.graph_rules import graph_findings
+from labkit.workload.launch_rules import launch_findings, launched_findings
+from labkit.workload.launched import launched
 from labkit.workload.local_rules import local_findings
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
+from labkit.workload.offload_rules import offload_findings
+from labkit.workload.overlap_rules import overlap_findings
 from labkit.workload.packing_rules import packing_findings
 from labkit.workload.pipeline_rules import pipeline_findings
 from labkit.workload.prediction_rules import prediction_findings
+from labkit.workload.quantization_rules import quantization_findings
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -34,6 +40,8 @@ def findings(workload: "Workload") -> list[Finding]:
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
     found += [*packing_findings(workload), *local_findings(workload), *allocator_findings(workload)]
+    found += [*launch_findings(workload), *launched_findings(workload), *graph_findings(workload)]
+    found += [*overlap_findings(workload), *offload_findings(workload), *quantization_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -53,11 +61,17 @@ def _not_priced(workload: "Workload") -> Iterator[Finding]:
     }
     for field, (broken, what) in refused.items():
         if broken:
-            yield Finding("error", field, f"{what} is not supported by this version of labkit", "use the default")
+            yield Finding(
+                "error",
+                field,
+                f"{what} is not supported by this version of labkit",
+                "use the default",
+                Authority.LABKIT,
+            )
     remedy = "trace the workload, which runs it"
     if workload.launch is not None and workload.launch.not_priced:
         reason = f"an estimate does not price {', '.join(workload.launch.not_priced)}"
-        yield Finding("warning", "launch.arguments", reason, remedy)
+        yield Finding("warning", "launch.arguments", reason, remedy, Authority.LABKIT)
 
 
 def _determinism(workload: "Workload") -> Iterator[Finding]:
@@ -67,10 +81,10 @@ def _determinism(workload: "Workload") -> Iterator[Finding]:
         return
     if kernels.cross_entropy_loss_fusion:
         remedy = "set training.kernels.cross_entropy_loss_fusion: false"
-        yield Finding("error", at, "the fused cross entropy is not deterministic", remedy)
+        yield Finding("error", at, "the fused cross entropy is not deterministic", remedy, Authority.DETERMINISM)
     if any(layer.mixer == "gdn" for layer in workload.model.kinds):
         reason = "the gated delta rule without its kernel is not supported by this version of labkit"
-        yield Finding("error", at, reason, "leave it off")
+        yield Finding("error", at, reason, "leave it off", Authority.LABKIT)
 
 
 def _half_precision(workload: "Workload") -> Iterator[Finding]:
@@ -80,11 +94,13 @@ def _half_precision(workload: "Workload") -> Iterator[Finding]:
         return
     if training.precision != "bf16":
         reason = "--fp16 in launch.arguments trains in 16 bits"
-        yield Finding("error", "training.precision", reason, "set bf16, whose tensors have the sizes of fp16's")
+        yield Finding(
+            "error", "training.precision", reason, "set bf16, whose tensors have the sizes of fp16's", Authority.LABKIT
+        )
     kernels = training.kernels
     if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
         at, reason = "training.kernels.cross_entropy_fusion_impl", "Transformer Engine's cross entropy takes no fp16"
-        yield Finding("error", at, reason, "set native")
+        yield Finding("error", at, reason, "set native", Authority.TE_LOSS)
 
 
 def _megatron_fsdp(workload: "Workload") -> Iterator[Finding]:
@@ -93,7 +109,11 @@ def _megatron_fsdp(workload: "Workload") -> Iterator[Finding]:
     if sharded and workload.training.data_parallel.average_in_collective and workload.model.mixture_of_experts is None:
         at = "training.data_parallel.average_in_collective"
         yield Finding(
-            "error", at, "Megatron-FSDP averages in collectives of models with experts alone", "set it to false"
+            "error",
+            at,
+            "Megatron-FSDP averages in collectives of models with experts alone",
+            "set it to false",
+            Authority.FSDP,
         )
 
 
@@ -109,10 +129,13 @@ def _software(workload: "Workload") -> Iterator[Finding]:
                 f"training.software.{name}",
                 f"what version {stated!r} keeps in memory is not known here",
                 f"use one of {known}",
+                Authority.LABKIT,
             )
 
 
-def _divides(divisor: int, number: int, field: str, what: str) -> Iterator[Finding]:
+def _divides(
+    divisor: int, number: int, field: str, what: str, authority: Authority = Authority.LAYERS
+) -> Iterator[Finding]:
     if number % divisor:
         fits = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
         yield Finding(
@@ -120,6 +143,7 @@ def _divides(divisor: int, number: int, field: str, what: str) -> Iterator[Findi
             field,
             f"{divisor} does not divide {what} ({number})",
             f"use one of {', '.join(map(str, fits))}",
+            authority,
         )
 
 
@@ -132,6 +156,7 @@ def _sizes(workload: "Workload") -> Iterator[Finding]:
                 "model.mixture_of_experts.moe_router_topk",
                 f"{moe.moe_router_topk} experts a token is more than the {moe.num_moe_experts} there are",
                 f"use at most {moe.num_moe_experts}",
+                Authority.ROUTER,
             )
         frequency = moe.moe_layer_freq
         if not isinstance(frequency, int) and len(frequency) != model.num_layers:
@@ -140,56 +165,91 @@ def _sizes(workload: "Workload") -> Iterator[Finding]:
                 "model.mixture_of_experts.moe_layer_freq",
                 f"it names {len(frequency)} layers but num_layers is {model.num_layers}",
                 f"give {model.num_layers} entries",
+                Authority.SPECS,
             )
 
 
 def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
     """Sizes `TransformerConfig.__post_init__` and the layers themselves refuse."""
-    model, moe = workload.model, workload.model.mixture_of_experts
-    if model.hidden_size < model.num_attention_heads:
-        reason = f"{model.num_attention_heads} heads are more than hidden_size ({model.hidden_size})"
-        yield Finding("error", "model.num_attention_heads", reason, f"use at most {model.hidden_size}")
+    model, moe, tp = workload.model, workload.model.mixture_of_experts, workload.parallelism.tp
+    heads, width = model.num_attention_heads, model.hidden_size
+    if width % heads and model.kv_channels is None:
+        reason = f"hidden_size ({width}) is no multiple of {heads} heads"
+        yield Finding(
+            "error", "model.num_attention_heads", reason, "use a divisor or give kv_channels", Authority.ARGUMENTS
+        )
+    shared = model.key_value_heads if model.multi_latent_attention is None else heads
+    if shared % tp and tp % shared and model.num_query_groups is not None:
+        reason = f"{shared} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size ({tp})"
+        remedy = f"use a multiple or a divisor of {tp}"
+        yield Finding("error", "model.num_query_groups", reason, remedy, Authority.CONFIG)
     if moe is None:
         return
     topk, groups, group_topk = moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk
     at = "model.mixture_of_experts."
     softmax = moe.moe_router_score_function == "softmax"
-    if topk == 1 and softmax and not moe.moe_router_pre_softmax:
+    sinkhorn = launched(workload.launch).moe_router_load_balancing_type == ("sinkhorn",)
+    if topk == 1 and softmax and not moe.moe_router_pre_softmax and not sinkhorn:
         remedy = "set moe_router_pre_softmax: true"
-        yield Finding("error", f"{at}moe_router_topk", "one expert a token needs softmax before the selection", remedy)
+        yield Finding(
+            "error",
+            f"{at}moe_router_topk",
+            "one expert a token needs softmax before the selection",
+            remedy,
+            Authority.CONFIG,
+        )
     if moe.moe_router_enable_expert_bias and softmax:
         remedy = "set moe_router_score_function: sigmoid or remove it"
-        yield Finding("error", f"{at}moe_router_enable_expert_bias", "expert bias needs sigmoid scores", remedy)
+        yield Finding(
+            "error", f"{at}moe_router_enable_expert_bias", "expert bias needs sigmoid scores", remedy, Authority.CONFIG
+        )
     if group_topk is not None and groups is None:
         yield Finding(
-            "error", f"{at}moe_router_group_topk", "there are no groups to choose", "set moe_router_num_groups"
+            "error",
+            f"{at}moe_router_group_topk",
+            "there are no groups to choose",
+            "set moe_router_num_groups",
+            Authority.CONFIG,
         )
     if groups is None or group_topk is None:
         return  # groups that nothing chooses from do nothing
-    yield from _divides(groups, moe.num_moe_experts, f"{at}moe_router_num_groups", "num_moe_experts")
+    field = f"{at}moe_router_num_groups"
+    yield from _divides(groups, moe.num_moe_experts, field, "num_moe_experts", Authority.CONFIG)
     if group_topk > groups:
         reason = f"{group_topk} groups cannot be chosen out of {groups}"
-        yield Finding("error", f"{at}moe_router_group_topk", reason, f"use at most {groups}")
+        yield Finding("error", f"{at}moe_router_group_topk", reason, f"use at most {groups}", Authority.CONFIG)
     elif topk // group_topk > moe.num_moe_experts // groups:
         reason = f"{topk} experts a token cannot be spread over {group_topk} of {groups} groups"
-        yield Finding("error", f"{at}moe_router_group_topk", reason, "choose more groups or fewer experts a token")
+        yield Finding(
+            "error",
+            f"{at}moe_router_group_topk",
+            reason,
+            "choose more groups or fewer experts a token",
+            Authority.ROUTER,
+        )
 
 
 def _activation(workload: "Workload") -> Iterator[Finding]:
     """Which activations have a compiled kernel (`TransformerConfig.__post_init__`, `MLP.forward`)."""
     model, kernels = workload.model, workload.training.kernels
     name, gated = model.activation_func, model.gated_linear_unit
-    if not kernels.bias_activation_fusion:
+    if not kernels.bias_activation_fusion or launched(workload.launch).quick_geglu:
         return
     remedy = "set training.kernels.bias_activation_fusion: false"
     if name == "squared_relu":
-        yield Finding("error", "model.activation_func", "bias_activation_fusion has no kernel for squared_relu", remedy)
+        yield Finding(
+            "error",
+            "model.activation_func",
+            "bias_activation_fusion has no kernel for squared_relu",
+            remedy,
+            Authority.CONFIG,
+        )
     elif name == "silu" and not gated:
         reason = "bias_activation_fusion has a kernel for silu in a gated unit alone"
-        yield Finding("error", "model.gated_linear_unit", reason, remedy)
+        yield Finding("error", "model.gated_linear_unit", reason, remedy, Authority.MLP)
     elif name == "gelu" and not gated and not model.add_bias_linear:
         reason = "bias_activation_fusion has a kernel for gelu without gate only where there is a bias"
-        yield Finding("error", "model.add_bias_linear", reason, f"set it to true or {remedy}")
+        yield Finding("error", "model.add_bias_linear", reason, f"set it to true or {remedy}", Authority.CONFIG)
 
 
 def _optimizer(workload: "Workload") -> Iterator[Finding]:
@@ -203,39 +263,64 @@ def _optimizer(workload: "Workload") -> Iterator[Finding]:
                 f"training.optimizer.{name}",
                 f"{getattr(optimizer, name)} needs the precision-aware optimizer",
                 "set training.optimizer.use_precision_aware_optimizer: true",
+                Authority.OPTIMIZER,
             )
     if aware and workload.training.precision == "fp32":
         field = "training.optimizer.use_precision_aware_optimizer"
-        yield Finding("error", field, "parameters in fp32 are their own main parameters", "leave it off")
+        yield Finding(
+            "error", field, "parameters in fp32 are their own main parameters", "leave it off", Authority.OPTIMIZER
+        )
     if aware and optimizer.optimizer != "adam":
         field = "training.optimizer.use_precision_aware_optimizer"
-        yield Finding("error", field, f"{optimizer.optimizer} has no precision-aware form", "use adam or leave it off")
+        yield Finding(
+            "error",
+            field,
+            f"{optimizer.optimizer} has no precision-aware form",
+            "use adam or leave it off",
+            Authority.OPTIMIZER,
+        )
     at = "training.data_parallel."
     if aware and optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:
         reason = f"gradients reduced in fp32 are not kept in {optimizer.main_grads_dtype}"
         yield Finding(
-            "error", "training.optimizer.main_grads_dtype", reason, f"use fp32 or {at}grad_reduce_in_fp32: false"
+            "error",
+            "training.optimizer.main_grads_dtype",
+            reason,
+            f"use fp32 or {at}grad_reduce_in_fp32: false",
+            Authority.ARGUMENTS,
         )
     if optimizer.optimizer == "sgd" and data_parallel.use_distributed_optimizer:
         reason = "Megatron Core distributes no momentum of sgd"
-        yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it and overlap_param_gather to false")
+        yield Finding(
+            "error",
+            f"{at}use_distributed_optimizer",
+            reason,
+            "set it and overlap_param_gather to false",
+            Authority.DISTRIBUTED,
+        )
     if not data_parallel.use_distributed_optimizer:
         if aware:
             reason = "the precision-aware optimizer is a distributed one"
-            yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it to true")
+            yield Finding("error", f"{at}use_distributed_optimizer", reason, "set it to true", Authority.OPTIMIZER)
         if data_parallel.overlap_param_gather:
             reason = "only a distributed optimizer gathers parameters"
-            yield Finding("error", f"{at}overlap_param_gather", reason, "set it to false")
+            yield Finding("error", f"{at}overlap_param_gather", reason, "set it to false", Authority.ARGUMENTS)
     if data_parallel.overlap_param_gather and not data_parallel.overlap_grad_reduce:
         reason = "parameters are gathered in the background only where gradients are reduced there"
-        yield Finding("error", f"{at}overlap_param_gather", reason, "set it to false or overlap_grad_reduce to true")
+        yield Finding(
+            "error",
+            f"{at}overlap_param_gather",
+            reason,
+            "set it to false or overlap_grad_reduce to true",
+            Authority.ARGUMENTS,
+        )
 
 
 def _layout(workload: "Workload") -> Iterator[Finding]:
     model, layout, batch = workload.model, workload.parallelism, workload.batch
     tp = layout.tp
     at = "parallelism.tensor_model_parallel_size"
-    yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads")
+    yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads", Authority.CONFIG)
     if any(layer.mlp == "dense" for layer in model.kinds):
         yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
     grouped = tp * layout.pp * layout.cp
@@ -245,6 +330,7 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
             "parallelism.world_size",
             f"{layout.world_size} ranks do not factor into tensor x pipeline x context parallel = {grouped}",
             f"use a multiple of {grouped}",
+            Authority.PARALLEL_STATE,
         )
         return
     if layout.cp > 1:
@@ -252,16 +338,24 @@ def _layout(workload: "Workload") -> Iterator[Finding]:
         parts = 2 * layout.cp
         if batch.seq_length % parts:
             reason = f"{batch.seq_length} cannot be cut into two equal parts for each of {layout.cp} ranks"
-            yield Finding("error", "parallelism.context_parallel_size", reason, f"use a multiple of {parts} tokens")
+            yield Finding(
+                "error",
+                "parallelism.context_parallel_size",
+                reason,
+                f"use a multiple of {parts} tokens",
+                Authority.ARGUMENTS,
+            )
             return
     if layout.sequence_parallel:
-        yield from _divides(tp, batch.seq_length // layout.cp, at, "a rank's tokens under sequence_parallel")
+        tokens = batch.seq_length // layout.cp
+        yield from _divides(tp, tokens, at, "a rank's tokens under sequence_parallel")
         if tp == 1:
             yield Finding(
-                "warning",
+                "error",
                 "parallelism.sequence_parallel",
-                "it does nothing at tensor_model_parallel_size 1",
+                "there is nothing to split at tensor_model_parallel_size 1",
                 "leave it off or raise tensor_model_parallel_size",
+                Authority.CONFIG,
             )
     yield from _expert_layout(workload, grouped)
     rows = batch.micro_batch_size * layout.dp
@@ -273,16 +367,16 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
     model, layout = workload.model, workload.parallelism
     moe, tp, ep, at = model.mixture_of_experts, layout.tp, layout.ep, "parallelism.tensor_model_parallel_size"
     if moe is None:
-        if ep != 1 or layout.expert_tensor_parallel_size not in (None, 1):
-            yield Finding(
-                "error",
-                "parallelism.expert_model_parallel_size",
-                "the model has no experts to spread",
-                "use 1 for both expert_model_parallel_size and expert_tensor_parallel_size",
+        for name, spread, authority in (
+            ("expert_model_parallel_size", ep, Authority.CONFIG),
+            ("expert_tensor_parallel_size", layout.expert_tensor_parallel_size or 1, Authority.LABKIT),
+        ):
+            yield from refuse(
+                spread > 1, f"parallelism.{name}", "the model has no experts to spread", "use 1", authority
             )
     else:
         field = "parallelism.expert_model_parallel_size"
-        yield from _divides(ep, moe.num_moe_experts, field, "num_moe_experts")
+        yield from _divides(ep, moe.num_moe_experts, field, "num_moe_experts", Authority.ARGUMENTS)
         yield from _divides(
             layout.etp,
             moe.moe_ffn_hidden_size,
@@ -299,6 +393,7 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
                 f"{layout.world_size} ranks do not factor into expert tensor x expert x pipeline parallel "
                 f"= {expert_group}",
                 f"use a multiple of {expert_group} and of {grouped}",
+                Authority.PARALLEL_STATE,
             )
         if tp > 1 and not layout.sequence_parallel:
             yield Finding(
@@ -306,6 +401,7 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
                 "parallelism.sequence_parallel",
                 "Megatron Core trains experts under tensor parallelism only with sequence parallelism",
                 "set sequence_parallel: true",
+                Authority.MOE,
             )
 
 
@@ -316,6 +412,7 @@ def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
             "batch.global_batch_size",
             f"{global_batch_size} is not a multiple of micro_batch_size x data-parallel ranks = {rows}",
             f"use a multiple of {rows}",
+            Authority.MICROBATCHES,
         )
 
 
@@ -329,27 +426,24 @@ def _recompute(workload: "Workload") -> Iterator[Finding]:
                     f"recompute.{name}",
                     "full recompute needs it",
                     "give both recompute_method (uniform or block) and recompute_num_layers",
+                    Authority.CONFIG,
                 )
         if choice.recompute_modules:
-            yield Finding("warning", field, "full recompute supersedes the list", "leave recompute_modules out")
-        return
-    for name in ("recompute_method", "recompute_num_layers"):
-        if getattr(choice, name) is not None:
             yield Finding(
-                "error",
-                f"recompute.{name}",
-                "only full recompute takes it",
-                f"leave it out or set recompute_granularity: full (now {choice.recompute_granularity})",
+                "warning", field, "full recompute supersedes the list", "leave recompute_modules out", Authority.CONFIG
             )
+        return
+    stated = [name for name in ("recompute_method", "recompute_num_layers") if getattr(choice, name) is not None]
     if choice.recompute_granularity is None:
-        if choice.recompute_modules is not None:
-            yield Finding(
-                "error",
-                field,
-                "the list does nothing without a granularity",
-                "set recompute_granularity: selective",
-            )
+        for name in [*stated, *(["recompute_modules"] if choice.recompute_modules else [])]:
+            remedy = f"set recompute_granularity: {'selective' if name == 'recompute_modules' else 'full'}"
+            reason = "it does nothing without a granularity: nothing is recomputed"
+            yield Finding("warning", f"recompute.{name}", reason, f"{remedy}, or leave it out", Authority.CONFIG)
         return
+    for name in stated:
+        authority = Authority.CONFIG if name == "recompute_num_layers" else Authority.ARGUMENTS
+        remedy = "leave it out or set recompute_granularity: full (now selective)"
+        yield Finding("error", f"recompute.{name}", "only full recompute takes it", remedy, authority)
     yield from _labels(workload, choice.modules)
 
 
@@ -360,14 +454,20 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
     if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.kinds):
         # CheckpointFunction returns fc2's bias parameter and so becomes its grad_fn: backward enters it again, forever.
         reason = "mlp cannot be recomputed where it hands on a bias: Megatron Core's checkpoint never ends its backward"
-        yield Finding("error", field, reason, "remove mlp, use full recompute or set model.add_bias_linear: false")
+        yield Finding(
+            "error",
+            field,
+            reason,
+            "remove mlp, use full recompute or set model.add_bias_linear: false",
+            Authority.CHECKPOINT,
+        )
     needs = {
-        "mla_up_proj": (model.multi_latent_attention, "multi-latent attention"),
-        "moe_act": (moe if kernels.moe_grouped_gemm else None, "experts with grouped GEMM"),
+        "mla_up_proj": (model.is_latent, "multi-latent attention"),
+        "moe_act": (moe is not None and kernels.moe_grouped_gemm, "experts with grouped GEMM"),
     }
-    for label, (section, what) in needs.items():
-        if label in labels and section is None:
-            yield Finding("error", field, f"{label} needs {what}, this model has none", "remove it")
+    for label, (there, what) in needs.items():
+        if label in labels and not there:
+            yield Finding("error", field, f"{label} needs {what}, this model has none", "remove it", Authority.CONFIG)
     shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
     if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
         yield Finding(
@@ -375,6 +475,7 @@ def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
             field,
             "shared_experts cannot be recomputed while their computation overlaps the dispatch",
             "remove it or set training.kernels.moe_shared_expert_overlap: false",
+            Authority.CONFIG,
         )
     yield from _idle_labels(workload, labels, shared)
 
@@ -410,4 +511,5 @@ def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> 
                 "recompute.recompute_modules",
                 f"{label} saves {'next to ' if label == 'core_attn' else ''}nothing: {reason}",
                 f"remove {label}" if stated else "set recompute_modules: []",
+                Authority.CONFIG,
             )

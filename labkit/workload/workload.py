@@ -14,6 +14,7 @@ from labkit.workload.batch import Batch
 from labkit.workload.files import load_mapping, model_mapping, workload_file
 from labkit.workload.finding import Finding
 from labkit.workload.launch import Launch
+from labkit.workload.launched import launched
 from labkit.workload.model import Model
 from labkit.workload.parallelism import Parallelism
 from labkit.workload.recompute import Recompute
@@ -124,6 +125,36 @@ class Workload(Part):
         if packed is None or self.training.runtime == "lora":
             return ()
         return (*packed.lengths[:-1], self.batch.seq_length - sum(packed.lengths[:-1]))
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a pipeline rank as Megatron works them out: what marks stages says how many there are."""
+        stages = self.parallelism.marked_stages
+        if self.model.hybrid_layer_pattern is not None:
+            stages = self.model.pattern_stages
+        return max(1, len(stages) // self.parallelism.pp) if stages else self.parallelism.vpp
+
+    @property
+    def fp8_recipe(self) -> str:
+        """Megatron's `--fp8-recipe`, whether or not anything runs in FP8."""
+        return launched(self.launch).fp8_recipe or self.training.optimizer.fp8_recipe or "delayed"
+
+    @property
+    def stated_flex_backend(self) -> str:
+        """Megatron's `--moe-flex-dispatcher-backend`."""
+        own = "deepep" if self.model.mixture_of_experts is None else self.training.kernels.moe_flex_dispatcher_backend
+        return launched(self.launch).moe_flex_dispatcher_backend or own
+
+    @property
+    def flex_backend(self) -> str:
+        """The same under its former name too."""
+        return "deepep" if launched(self.launch).moe_enable_deepep else self.stated_flex_backend
+
+    @property
+    def fuses_activation(self) -> bool:
+        """Megatron's `bias_activation_fusion`; `--quick-geglu` is fused where there are biases (`validate_args`)."""
+        quick = launched(self.launch).quick_geglu
+        return self.training.fuses_activation and (self.model.add_bias_linear or not quick)
 
     @property
     def num_microbatches(self) -> int:
