@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults grid accuracy cells jobs lab lint bench lock clean
+.PHONY: help env report test faults differential grid accuracy cells jobs lab lint bench lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -9,7 +9,7 @@ STUDY := data/studies/moonlight-16b.yaml
 CODE := labkit notebooks benchmarks tests
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: .venv/stamp  ## Make .venv as requirements.lock says; nothing to do when it is (PYTHON=... names another Python)
 
@@ -26,6 +26,9 @@ test: env  ## Run all tests but most of the grid and the long loops of faults (P
 
 faults: env  ## Kill runners, workers and ranks at 50 random moments each, damage results at every byte (half an hour)
 	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+
+differential: env  ## Hold labkit's rules against Megatron Core's own validator, on 20,000 random workloads (DIFFERENTIAL_ARGS="--seed 2")
+	@$(BIN)/python -m benchmarks.differential $(DIFFERENTIAL_ARGS)
 
 grid: env  ## Hold the estimate against the trace on every workload of the grid
 	@$(BIN)/python benchmarks/estimate_vs_trace.py $(GRID_ARGS)

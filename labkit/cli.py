@@ -142,6 +142,28 @@ def estimate(
 
 
 @app.command()
+def check(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE.yaml...", show_default=False, help="Workloads, and studies.")
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Apply every rule to workloads and studies: what cannot run and what does nothing, why, and what would work.
+
+    Exit code 0 if everything can run, warnings or not; 2 if something cannot.
+    """
+    from labkit.check import check as checked
+
+    checks = checked(files)
+    _show(checks, json)
+    for each in checks.files:
+        if each.kind == "unreadable" and not json:
+            _warn(each.problem)
+    if not checks.fine:
+        raise typer.Exit(2)
+
+
+@app.command()
 def trace(
     workload: WorkloadArgument,
     *,

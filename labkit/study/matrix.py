@@ -133,24 +133,8 @@ class Matrix:
             InputError: the file cannot be read, has unknown, missing or wrong keys, names no candidate or the same
                 one twice, or one of its workloads cannot run (in a sweep: a control in every setting).
         """
-        data = load_mapping(path)
-        try:
-            stated = StudyFile.model_validate(data)
-        except ValidationError as error:
-            raise InputError(f"{path}: {first_problem(StudyFile, error)}") from None
-        if not stated.candidates:
-            raise InputError(f"{path}: candidates is empty; name at least one choice to compare with the control")
-        if not stated.drivers:
-            raise InputError(f"{path}: drivers is empty; use [trace]")
-        if len(set(stated.drivers)) < len(stated.drivers):
-            raise InputError(f"{path}: drivers names one twice; use [trace]")
-        base = _base(stated.base, path).model_dump(exclude_unset=True)  # what it leaves open stays open
-        count = len(stated.candidates) + 1
-        for values in stated.sweep.values():
-            count *= len(values)
-        if count > _MOST_CANDIDATES:
-            raise InputError(f"{path}: sweep asks for {count} candidates; {_MOST_CANDIDATES} are the most of a study")
-        _check_apart(stated.sweep, path)
+        stated = _stated(load_mapping(path), path)
+        base = _base(stated.base, path).checked(f"{path}: base").model_dump(exclude_unset=True)  # open fields stay open
         settings, refused = [], []
         for changes in _combinations(stated.sweep):
             reader = _Reader(path, stated, _merged(base, _nested(changes)), _named(changes))
@@ -195,6 +179,44 @@ class Matrix:
             names = [candidate.label for candidate in self.candidates]
             raise InputError(f"{self.name}: no candidate {label!r}{nearest(label, names)}")
         return tuple(found)
+
+
+def stated_workloads(mapping: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Workload]]:
+    """Every control and candidate of the study that a file's mapping is, by its label, whether or not it can run.
+
+    Raises:
+        InputError: the mapping has unknown, missing or wrong keys.
+    """
+    stated = _stated(mapping, path)
+    base = _base(stated.base, path).model_dump(exclude_unset=True)
+    for changes in _combinations(stated.sweep):
+        setting = f" at {_named(changes)}" if changes else ""
+        control = None
+        for override in (stated.control, *stated.candidates):
+            source = f"{path}: {'control' if control is None else 'a candidate'}{setting}"
+            workload = Workload.unchecked(_merged(_merged(base, _nested(changes)), override), source)
+            control = workload if control is None else control
+            yield f"{_compared(control, workload)[0]}{setting}", workload
+
+
+def _stated(mapping: Mapping[str, Any], path: Path) -> StudyFile:
+    try:
+        stated = StudyFile.model_validate(mapping)
+    except ValidationError as error:
+        raise InputError(f"{path}: {first_problem(StudyFile, error)}") from None
+    if not stated.candidates:
+        raise InputError(f"{path}: candidates is empty; name at least one choice to compare with the control")
+    if not stated.drivers:
+        raise InputError(f"{path}: drivers is empty; use [trace]")
+    if len(set(stated.drivers)) < len(stated.drivers):
+        raise InputError(f"{path}: drivers names one twice; use [trace]")
+    count = len(stated.candidates) + 1
+    for values in stated.sweep.values():
+        count *= len(values)
+    if count > _MOST_CANDIDATES:
+        raise InputError(f"{path}: sweep asks for {count} candidates; {_MOST_CANDIDATES} are the most of a study")
+    _check_apart(stated.sweep, path)
+    return stated
 
 
 class _Reader:
@@ -314,10 +336,12 @@ def _find(reference: str, study: Path, kind: str) -> Path:
 
 
 def _base(stated: object, study: Path) -> Workload:
+    """The base, rules unapplied."""
     if isinstance(stated, str):
-        return Workload.load(_find(stated, study, "workloads"))
+        path = _find(stated, study, "workloads")
+        return Workload.described(load_mapping(path), path)
     if isinstance(stated, Mapping):
-        return Workload.from_mapping(stated, f"{study}: base")
+        return Workload.unchecked(stated, f"{study}: base")
     raise InputError(f"{study}: base is neither a name, a path nor a workload mapping")
 
 

@@ -86,6 +86,26 @@ def softmax_gradient_in_place(software: "Software") -> bool:
     return version_tuple(software.transformer_engine) < (2, 19)
 
 
+def has_single_grouped_parameters(software: "Software") -> bool:
+    """Whether a rank's experts may have one parameter together (`TransformerConfig.__post_init__`)."""
+    return version_tuple(software.transformer_engine) >= (2, 14)
+
+
+def discards_gated_norms(software: "Software") -> bool:
+    """Whether `gdn_norm_out` is a label: `TransformerConfig.__post_init__` of the wheels, 0.18.2 and 0.19.0."""
+    return version_tuple(software.megatron_core) >= (0, 19)
+
+
+def spreads_delta_nets_over_contexts(software: "Software") -> bool:
+    """Whether gated delta net goes with context parallelism: the same of 0.17.1 and 0.18.2."""
+    return version_tuple(software.megatron_core) >= (0, 18)
+
+
+def overlaps_shared_experts_with_flex(software: "Software") -> bool:
+    """Whether shared experts overlap with the flex dispatcher: the same of 0.17.1 and 0.18.2."""
+    return version_tuple(software.megatron_core) >= (0, 18)
+
+
 def large_cublas_workspace(software: "Software", compute_capability: tuple[int, int]) -> bool:
     """Whether PyTorch's workspace of a cuBLAS handle is 32 MiB where the environment does not say.
 

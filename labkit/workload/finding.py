@@ -78,3 +78,18 @@ def refuse(broken: bool, field: str, reason: str, remedy: str, authority: Author
     """An error, if the rule is broken."""
     if broken:
         yield Finding("error", field, reason, remedy, authority)
+
+
+def divides(
+    divisor: int, number: int, field: str, what: str, authority: Authority = Authority.LAYERS
+) -> Iterator[Finding]:
+    """An error, if `divisor` does not divide a number of the workload, with those that do."""
+    if number % divisor:
+        fits = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
+        yield Finding(
+            "error",
+            field,
+            f"{divisor} does not divide {what} ({number})",
+            f"use one of {', '.join(map(str, fits))}",
+            authority,
+        )

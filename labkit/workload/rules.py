@@ -7,15 +7,23 @@ that is theirs names the field they reject.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from labkit.workload.attention_backends import attention_backend, keeps_no_scores
 from labkit.workload.attention_rules import attention_findings
-from labkit.workload.behaviour import KNOWN, MEGATRON_FSDP_SINCE, version_tuple
+from labkit.workload.behaviour import (
+    KNOWN,
+    MEGATRON_FSDP_SINCE,
+    discards_gated_norms,
+    overlaps_shared_experts_with_flex,
+    spreads_delta_nets_over_contexts,
+    version_tuple,
+)
 from labkit.workload.caching import allocator_findings
 from labkit.workload.expert_rules import expert_findings
-from labkit.workload.finding import Authority, Finding, refuse
+from labkit.workload.finding import Authority, Finding, divides, refuse
 from labkit.workload.graph_rules import graph_findings
-from labkit.workload.launch_rules import launch_findings, launched_findings
+from labkit.workload.launch_rules import launch_findings
 from labkit.workload.launched import launched
+from labkit.workload.launched_rules import launched_findings
+from labkit.workload.layout_rules import layout_findings
 from labkit.workload.local_rules import local_findings
 from labkit.workload.lora_rules import lora_findings
 from labkit.workload.mixer_rules import mixer_findings, pattern_symbols
@@ -25,6 +33,7 @@ from labkit.workload.packing_rules import packing_findings
 from labkit.workload.pipeline_rules import pipeline_findings
 from labkit.workload.prediction_rules import prediction_findings
 from labkit.workload.quantization_rules import quantization_findings
+from labkit.workload.recompute_rules import recompute_findings
 
 if TYPE_CHECKING:
     from labkit.workload.workload import Workload
@@ -34,7 +43,14 @@ def findings(workload: "Workload") -> list[Finding]:
     """Every rule `workload` breaks, errors first."""
     if unknown := list(pattern_symbols(workload)):
         return unknown
-    found = [*_not_priced(workload), *_sizes(workload), *_layout(workload), *_recompute(workload), *_software(workload)]
+    found = [
+        *_not_priced(workload),
+        *_sizes(workload),
+        *layout_findings(workload),
+        *recompute_findings(workload),
+        *_software(workload),
+    ]
+    found += _older(workload)
     found += [*_determinism(workload), *_half_precision(workload), *_megatron_fsdp(workload)]
     found += [*_megatron_sizes(workload), *_optimizer(workload), *expert_findings(workload)]
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
@@ -133,18 +149,34 @@ def _software(workload: "Workload") -> Iterator[Finding]:
             )
 
 
-def _divides(
-    divisor: int, number: int, field: str, what: str, authority: Authority = Authority.LAYERS
-) -> Iterator[Finding]:
-    if number % divisor:
-        fits = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
-        yield Finding(
-            "error",
-            field,
-            f"{divisor} does not divide {what} ({number})",
-            f"use one of {', '.join(map(str, fits))}",
-            authority,
-        )
+def _older(workload: "Workload") -> Iterator[Finding]:
+    """What Megatron Core refuses before 0.19, which is known with Megatron-FSDP (`labkit.workload.behaviour`)."""
+    software, kernels, model = workload.training.software, workload.training.kernels, workload.model
+    remedy = "set training.software.megatron_core: 0.19.2 or"
+    yield from refuse(
+        "gdn_norm_out" in workload.recompute.modules and not discards_gated_norms(software),
+        "recompute.recompute_modules",
+        f"Megatron Core {software.megatron_core} has no label gdn_norm_out",
+        f"{remedy} remove it",
+        Authority.CONFIG,
+    )
+    spread = model.gated_delta_net is not None and workload.parallelism.cp > 1
+    yield from refuse(
+        spread and not spreads_delta_nets_over_contexts(software),
+        "parallelism.context_parallel_size",
+        f"gated delta net of Megatron Core {software.megatron_core} has no context parallelism",
+        f"{remedy} use 1",
+        Authority.CONFIG,
+    )
+    moe, flex = model.mixture_of_experts, kernels.moe_token_dispatcher_type == "flex"
+    shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
+    yield from refuse(
+        shared and flex and kernels.moe_shared_expert_overlap and not overlaps_shared_experts_with_flex(software),
+        "training.kernels.moe_shared_expert_overlap",
+        f"shared experts of Megatron Core {software.megatron_core} overlap with the alltoall dispatcher alone",
+        f"{remedy} set it to false",
+        Authority.CONFIG,
+    )
 
 
 def _sizes(workload: "Workload") -> Iterator[Finding]:
@@ -214,7 +246,7 @@ def _megatron_sizes(workload: "Workload") -> Iterator[Finding]:
     if groups is None or group_topk is None:
         return  # groups that nothing chooses from do nothing
     field = f"{at}moe_router_num_groups"
-    yield from _divides(groups, moe.num_moe_experts, field, "num_moe_experts", Authority.CONFIG)
+    yield from divides(groups, moe.num_moe_experts, field, "num_moe_experts", Authority.CONFIG)
     if group_topk > groups:
         reason = f"{group_topk} groups cannot be chosen out of {groups}"
         yield Finding("error", f"{at}moe_router_group_topk", reason, f"use at most {groups}", Authority.CONFIG)
@@ -314,202 +346,3 @@ def _optimizer(workload: "Workload") -> Iterator[Finding]:
             "set it to false or overlap_grad_reduce to true",
             Authority.ARGUMENTS,
         )
-
-
-def _layout(workload: "Workload") -> Iterator[Finding]:
-    model, layout, batch = workload.model, workload.parallelism, workload.batch
-    tp = layout.tp
-    at = "parallelism.tensor_model_parallel_size"
-    yield from _divides(tp, model.num_attention_heads, at, "num_attention_heads", Authority.CONFIG)
-    if any(layer.mlp == "dense" for layer in model.kinds):
-        yield from _divides(tp, model.ffn_hidden_size, at, "ffn_hidden_size")
-    grouped = tp * layout.pp * layout.cp
-    if layout.world_size % grouped:
-        yield Finding(
-            "error",
-            "parallelism.world_size",
-            f"{layout.world_size} ranks do not factor into tensor x pipeline x context parallel = {grouped}",
-            f"use a multiple of {grouped}",
-            Authority.PARALLEL_STATE,
-        )
-        return
-    if layout.cp > 1:
-        # Megatron gives each rank two parts of a sequence, one early and one late (`get_batch_on_this_cp_rank`).
-        parts = 2 * layout.cp
-        if batch.seq_length % parts:
-            reason = f"{batch.seq_length} cannot be cut into two equal parts for each of {layout.cp} ranks"
-            yield Finding(
-                "error",
-                "parallelism.context_parallel_size",
-                reason,
-                f"use a multiple of {parts} tokens",
-                Authority.ARGUMENTS,
-            )
-            return
-    if layout.sequence_parallel:
-        tokens = batch.seq_length // layout.cp
-        yield from _divides(tp, tokens, at, "a rank's tokens under sequence_parallel")
-        if tp == 1:
-            yield Finding(
-                "error",
-                "parallelism.sequence_parallel",
-                "there is nothing to split at tensor_model_parallel_size 1",
-                "leave it off or raise tensor_model_parallel_size",
-                Authority.CONFIG,
-            )
-    yield from _expert_layout(workload, grouped)
-    rows = batch.micro_batch_size * layout.dp
-    yield from _divides_batch(rows, batch.global_batch_size)
-
-
-def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
-    """How experts are spread; `grouped` is the number of ranks the dense parameters are spread over."""
-    model, layout = workload.model, workload.parallelism
-    moe, tp, ep, at = model.mixture_of_experts, layout.tp, layout.ep, "parallelism.tensor_model_parallel_size"
-    if moe is None:
-        for name, spread, authority in (
-            ("expert_model_parallel_size", ep, Authority.CONFIG),
-            ("expert_tensor_parallel_size", layout.expert_tensor_parallel_size or 1, Authority.LABKIT),
-        ):
-            yield from refuse(
-                spread > 1, f"parallelism.{name}", "the model has no experts to spread", "use 1", authority
-            )
-    else:
-        field = "parallelism.expert_model_parallel_size"
-        yield from _divides(ep, moe.num_moe_experts, field, "num_moe_experts", Authority.ARGUMENTS)
-        yield from _divides(
-            layout.etp,
-            moe.moe_ffn_hidden_size,
-            "parallelism.expert_tensor_parallel_size",
-            "moe_ffn_hidden_size",
-        )
-        if moe.moe_shared_expert_intermediate_size is not None:
-            yield from _divides(tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size")
-        expert_group = layout.etp * ep * layout.pp
-        if layout.world_size % expert_group:
-            yield Finding(
-                "error",
-                "parallelism.world_size",
-                f"{layout.world_size} ranks do not factor into expert tensor x expert x pipeline parallel "
-                f"= {expert_group}",
-                f"use a multiple of {expert_group} and of {grouped}",
-                Authority.PARALLEL_STATE,
-            )
-        if tp > 1 and not layout.sequence_parallel:
-            yield Finding(
-                "error",
-                "parallelism.sequence_parallel",
-                "Megatron Core trains experts under tensor parallelism only with sequence parallelism",
-                "set sequence_parallel: true",
-                Authority.MOE,
-            )
-
-
-def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:
-    if global_batch_size % rows:
-        yield Finding(
-            "error",
-            "batch.global_batch_size",
-            f"{global_batch_size} is not a multiple of micro_batch_size x data-parallel ranks = {rows}",
-            f"use a multiple of {rows}",
-            Authority.MICROBATCHES,
-        )
-
-
-def _recompute(workload: "Workload") -> Iterator[Finding]:
-    choice, field = workload.recompute, "recompute.recompute_modules"
-    if choice.recompute_granularity == "full":
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(choice, name) is None:
-                yield Finding(
-                    "error",
-                    f"recompute.{name}",
-                    "full recompute needs it",
-                    "give both recompute_method (uniform or block) and recompute_num_layers",
-                    Authority.CONFIG,
-                )
-        if choice.recompute_modules:
-            yield Finding(
-                "warning", field, "full recompute supersedes the list", "leave recompute_modules out", Authority.CONFIG
-            )
-        return
-    stated = [name for name in ("recompute_method", "recompute_num_layers") if getattr(choice, name) is not None]
-    if choice.recompute_granularity is None:
-        for name in [*stated, *(["recompute_modules"] if choice.recompute_modules else [])]:
-            remedy = f"set recompute_granularity: {'selective' if name == 'recompute_modules' else 'full'}"
-            reason = "it does nothing without a granularity: nothing is recomputed"
-            yield Finding("warning", f"recompute.{name}", reason, f"{remedy}, or leave it out", Authority.CONFIG)
-        return
-    for name in stated:
-        authority = Authority.CONFIG if name == "recompute_num_layers" else Authority.ARGUMENTS
-        remedy = "leave it out or set recompute_granularity: full (now selective)"
-        yield Finding("error", f"recompute.{name}", "only full recompute takes it", remedy, authority)
-    yield from _labels(workload, choice.modules)
-
-
-def _labels(workload: "Workload", labels: frozenset[str]) -> Iterator[Finding]:
-    """What a selective list may name."""
-    model, kernels, field = workload.model, workload.training.kernels, "recompute.recompute_modules"
-    moe = model.mixture_of_experts
-    if "mlp" in labels and model.add_bias_linear and any(layer.mlp == "dense" for layer in model.kinds):
-        # CheckpointFunction returns fc2's bias parameter and so becomes its grad_fn: backward enters it again, forever.
-        reason = "mlp cannot be recomputed where it hands on a bias: Megatron Core's checkpoint never ends its backward"
-        yield Finding(
-            "error",
-            field,
-            reason,
-            "remove mlp, use full recompute or set model.add_bias_linear: false",
-            Authority.CHECKPOINT,
-        )
-    needs = {
-        "mla_up_proj": (model.is_latent, "multi-latent attention"),
-        "moe_act": (moe is not None and kernels.moe_grouped_gemm, "experts with grouped GEMM"),
-    }
-    for label, (there, what) in needs.items():
-        if label in labels and not there:
-            yield Finding("error", field, f"{label} needs {what}, this model has none", "remove it", Authority.CONFIG)
-    shared = moe is not None and moe.moe_shared_expert_intermediate_size is not None
-    if "shared_experts" in labels and shared and kernels.moe_shared_expert_overlap:
-        yield Finding(
-            "error",
-            field,
-            "shared_experts cannot be recomputed while their computation overlaps the dispatch",
-            "remove it or set training.kernels.moe_shared_expert_overlap: false",
-            Authority.CONFIG,
-        )
-    yield from _idle_labels(workload, labels, shared)
-
-
-def _idle_labels(workload: "Workload", labels: frozenset[str], shared: bool) -> Iterator[Finding]:
-    kinds, kernels = {layer.mlp for layer in workload.model.kinds}, workload.training.kernels
-    backend = attention_backend(workload)
-    # Layers of Transformer Engine have norms of their own where no linear norms its input (`gpt_layer_specs`).
-    others = workload.launch is not None and "--spec" in workload.launch.words
-    normed = (
-        kernels.local or others or any(layer.mixer == "mla" or layer.mlp == "moe" for layer in workload.model.kinds)
-    )
-    idle = {
-        "core_attn": (
-            keeps_no_scores(workload),
-            f"{backend} attention already keeps no scores, and backward runs it again",
-        ),
-        "layernorm": (not normed, "the layers' norms are parts of the linears behind them, which it does not reach"),
-        "mlp": ("dense" not in kinds, "the model has no dense MLP layer"),
-        "moe": ("moe" not in kinds, "the model has no MoE layer"),
-        "moe_act": (
-            "moe" not in kinds or not kernels.groups_experts,
-            "the model has no MoE layer" if "moe" not in kinds else "own layers have experts one after the other",
-        ),
-        "shared_experts": (not shared, "the model has no shared expert"),
-    }
-    stated = workload.recompute.recompute_modules is not None
-    for label in sorted(labels & idle.keys()):
-        inactive, reason = idle[label]
-        if inactive:
-            yield Finding(
-                "warning",
-                "recompute.recompute_modules",
-                f"{label} saves {'next to ' if label == 'core_attn' else ''}nothing: {reason}",
-                f"remove {label}" if stated else "set recompute_modules: []",
-                Authority.CONFIG,
-            )

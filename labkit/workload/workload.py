@@ -55,10 +55,19 @@ class Workload(Part):
             InputError: the file cannot be read, is not YAML, or describes no workload that can run.
         """
         path = workload_file(Path(path))
-        data = load_mapping(path)
+        return cls.described(load_mapping(path), path).checked(str(path))
+
+    @classmethod
+    def described(cls, mapping: Mapping[str, Any], path: Path) -> Self:
+        """What the mapping in a file says, without the rules; a model in another file is named from its folder.
+
+        Raises:
+            InputError: unknown or missing keys, or wrong types.
+        """
+        data = dict(mapping)
         if isinstance(data.get("model"), str):
             data["model"] = model_mapping(data["model"], str(path), path.parent)
-        return cls.from_mapping(data, source=str(path))
+        return cls.unchecked(data, source=str(path))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], source: str = "workload") -> Self:
@@ -88,11 +97,12 @@ class Workload(Part):
         """Itself, if every rule allows it to run.
 
         Raises:
-            InputError: the first rule it breaks, with reason and remedy.
+            InputError: the first rule it breaks, with reason and remedy, and how many there are.
         """
-        for finding in self.findings:
-            if finding.severity == "error":
-                raise InputError(f"{source}: {finding}")
+        errors = [finding for finding in self.findings if finding.severity == "error"]
+        if errors:
+            more = f" (the first of {len(errors)} errors; `labkit check` lists them)" if len(errors) > 1 else ""
+            raise InputError(f"{source}: {errors[0]}{more}")
         return self
 
     @property

@@ -31,7 +31,7 @@ LOCAL = {
     "parallelism.sequence_parallel": False,
 }
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model.num_query_groups": 3}, "3 key-value heads cannot be shared evenly by 8 query heads"),
+    ({"model.num_query_groups": 6}, "6 key-value heads cannot be shared evenly by 8 query heads"),
     (
         WIDE | {"model.num_attention_heads": 12, "model.num_query_groups": 6},
         "6 key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size (4)",
@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (CONTEXT | {"batch.seq_length": 254}, "254 cannot be cut into two equal parts for each of 2 ranks"),
     (ALL_TO_ALL | {"model.num_query_groups": 2}, "2 ranks cannot share the 1 of a tensor-parallel rank"),
     (
-        ALL_TO_ALL | LATENT | {"model.num_attention_heads": 6},
+        ALL_TO_ALL | LATENT | {"model.num_attention_heads": 6, "model.hidden_size": 384},
         "2 ranks cannot share the 3 of a tensor-parallel rank",
     ),
     ({"training.gpu": "a100-80gb", "model.kv_channels": 192}, "a multiple of 8 elements up to 128, not 192"),

@@ -79,7 +79,7 @@ def test_fp16_has_the_sizes_of_bf16_and_a_loss_scaler(server: TraceServer) -> No
         ("--spec os system", "--spec names no layers of megatron.core"),
         ("--spec megatron.core.models.gpt.gpt_layer_specs nope", "--spec names no layers of megatron.core"),
         ("--lr x", "launch.arguments: argument --lr: invalid float value: 'x'"),
-        ("--fp8-recipe x", "launch.arguments: argument --fp8-recipe: invalid choice: 'x'"),
+        ("--fp8-recipe x", "launch.arguments: the value of --fp8-recipe: there is no 'x'"),
         ("--moe-use-upcycling", "launch.arguments: Megatron refuses them: When using upcycling"),
         ("--delay-wgrad-compute", "launch.arguments: Megatron refuses them: overlap_moe_expert_parallel_comm must"),
         ("--transformer-impl local", "--transformer-impl is what a field of the workload says"),
@@ -97,12 +97,12 @@ def test_wrong_arguments_are_found_without_a_trace(server: TraceServer) -> None:
 
 
 def test_a_study_with_wrong_arguments_begins_nothing(server: TraceServer, tmp_path: Path) -> None:
-    base = launched("--fp8-recipe x").model_dump(mode="json", exclude_unset=True)
+    base = launched("--lr x").model_dump(mode="json", exclude_unset=True)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     stated = {"name": "s", "title": "s", "base": base, "control": {}, "candidates": [{"recompute": full}]}
     (tmp_path / "s.yaml").write_text(json.dumps(stated))
     study = Study.load(tmp_path / "s.yaml")
-    with pytest.raises(InputError, match=r"s\.yaml: \[\]: small: launch.arguments: argument --fp8-recipe"):
+    with pytest.raises(InputError, match=r"s\.yaml: \[\]: small: launch.arguments: argument --lr: invalid float"):
         study._check(study.cells, Started(server.run_stages, server.check))
 
 

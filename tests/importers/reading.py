@@ -6,6 +6,7 @@ One process for all texts: Megatron's imports take seconds. `differing` are the 
 configuration of the arguments and that of the imported workload (`labkit.drivers.build`) do not agree.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -20,6 +21,24 @@ from labkit.importers.launch import read_launch
 from labkit.importers.silent import SILENT
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
+from labkit.workload.launched import OPTION_OF
+from tests.small import MODEL
+
+_ALL_PARTS = [
+    Workload.unchecked(
+        {
+            "model": MODEL | model,
+            "parallelism": {"world_size": 1},
+            "batch": {"seq_length": 256, "global_batch_size": 1},
+            "training": {"kernels": {"transformer_impl": "local"}, "optimizer": {"fp8_recipe": "delayed"}},
+        }
+    )
+    for model in (
+        {"gated_delta_net": {}, "mamba": {}, "hybrid_layer_pattern": "M"},
+        {"multi_latent_attention": None, "position_embedding_type": "yarn"},
+    )
+]
+"""Workloads that have every part between them."""
 
 
 def imported(text: str) -> dict[str, Any]:
@@ -71,17 +90,27 @@ def configured(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def known_names() -> dict[str, Any]:
     """What Megatron's parser and its configuration call their entries."""
-    import argparse
-
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 
+    from labkit.drivers.arguments import arguments_of
+
     parser = add_megatron_arguments(argparse.ArgumentParser())
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    said = {name for workload in _ALL_PARTS for name in arguments_of(workload, num_microbatches=1)}
     return {
         "defaults": {each.__name__: defaults(each) for each in classes},
+        "said_by_fields": [
+            option for action in parser._actions if action.dest in said for option in action.option_strings
+        ],
+        "launched": {
+            option: [action.dest, megatron_args.plain(action.default), _values(action)]
+            for action in parser._actions
+            for option in action.option_strings
+            if option in OPTION_OF.values()
+        },
         "arguments": [action.dest for action in parser._actions],
         "options": [option for option in parser._option_string_actions if option.startswith("--")],
         "configuration": [field.name for field in dataclasses.fields(MLATransformerConfig)],
@@ -94,6 +123,15 @@ def defaults(kind: type) -> dict[str, Any]:
     return {
         each.name: megatron_args.plain(each.default) for each in fields_of if each.default is not dataclasses.MISSING
     }
+
+
+def _values(action: argparse.Action) -> list[str]:
+    """What an option takes: its choices, or the name of its type; nothing of a flag."""
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [str(megatron_args.plain(choice)) for choice in action.choices]
+    return [getattr(action.type, "__name__", "str")]
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -23,6 +24,8 @@ from labkit.importers.megatron import import_megatron
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
+from labkit.workload.launch_rules import MORE_VALUES_THAN_FIELDS, SAID_BY_FIELDS
+from labkit.workload.launched import CHOICES, OPTION_OF, Launched
 from labkit.workload.megatron_options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +194,38 @@ def test_every_name_is_one_of_megatrons(found: dict[str, Found]) -> None:
     assert {name for name in EXPRESSED & set(arguments) if decides_no_memory(name)} == set()
     assert _MEANING.keys() - set(arguments) == set()
     assert set(found["names"]["options"]) == OPTIONS
+
+
+def test_rules_read_a_launch_as_megatrons_parser_does(found: dict[str, Found]) -> None:
+    defaults, types = Launched(), get_type_hints(Launched)
+    for name, option in OPTION_OF.items():
+        dest, default, values = found["names"]["launched"][option]
+        assert dest == name
+        ours = getattr(defaults, name)
+        assert ours in (None, () if default == [] else default), name
+        whole = get_origin(types[name]) not in (Union, UnionType)
+        kinds = [kind for kind in ((types[name],) if whole else get_args(types[name])) if kind is not type(None)]
+        choices = [str(choice) for kind in kinds for choice in get_args(kind) if get_origin(kind) is Literal]
+        assert (values == []) == (types[name] is bool), name
+        if choices or name in CHOICES:
+            assert set(CHOICES.get(name, choices)) == set(values) or values == ["_parse_cuda_graph_modules_arg"], name
+        elif types[name] is not bool and name != "no_rope_freq":
+            kind = next(iter(get_args(kinds[0])), kinds[0]) if get_origin(kinds[0]) is tuple else kinds[0]
+            assert [kind.__name__] == values, name
+
+
+def test_options_of_fields_are_those_that_drivers_set(found: dict[str, Found]) -> None:
+    said = set(found["names"]["said_by_fields"])
+    assert said >= SAID_BY_FIELDS
+    assert said - SAID_BY_FIELDS - MORE_VALUES_THAN_FIELDS.keys() == {
+        "--disable-gloo-process-groups",
+        "--experimental-attention-variant",
+        "--fp8-recipe",
+        "--lr",
+        "--max-position-embeddings",
+        "--moe-flex-dispatcher-backend",
+        "--train-iters",
+    }
 
 
 @pytest.mark.parametrize("name", [*JOBS, *LINES])

@@ -82,7 +82,6 @@ def test_round_trips_through_plain_data(labels: set[str]) -> None:
         ("recompute__recompute_modules", ["shared_experts"], "cannot be recomputed while their computation overlaps"),
         ("recompute__recompute_method", "uniform", "only full recompute takes it"),
         ("recompute__recompute_granularity", "full", "full recompute needs it"),
-        ("recompute__recompute_granularity", None, "does nothing without a granularity"),
         ("training__gpu", "h100", "did you mean 'h100-80gb'?"),
     ],
 )
