@@ -167,6 +167,7 @@ DENSE = {"model__mixture_of_experts": None, "parallelism__expert_model_parallel_
         {f"{MOE}moe_router_num_groups": 8, f"{MOE}moe_router_group_topk": 1},
         {f"{MOE}moe_router_enable_expert_bias": True},
         {"model__hidden_size": 3},
+        {"model__hidden_size": 258},  # `validate_args` takes no 4 heads out of it
         {"model__multi_latent_attention__qk_pos_emb_head_dim": 15},
         {"parallelism__expert_tensor_parallel_size": None},
         {f"{MOE}moe_aux_loss_coeff": float("nan")},
@@ -209,7 +210,7 @@ def test_what_megatron_or_memory_cannot_run_is_refused(changes: dict[str, object
         {f"{MOE}moe_router_topk": 1, f"{MOE}moe_router_pre_softmax": True},
         {f"{MOE}moe_router_num_groups": 3},
         {f"{MOE}moe_router_num_groups": 4, f"{MOE}moe_router_group_topk": 2, f"{MOE}moe_router_topk": 3},
-        {"model__hidden_size": 258},
+        {"model__hidden_size": 258, "model__kv_channels": 64},
         {f"{DATA_PARALLEL}use_distributed_optimizer": False, f"{DATA_PARALLEL}overlap_param_gather": False},
         {
             f"{DATA_PARALLEL}use_distributed_optimizer": False,
