@@ -1,7 +1,9 @@
 """What a stack trace says: which source line asked for memory, for which module, in which phase of a step."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from enum import IntFlag, auto
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Literal, NamedTuple
 
 from labkit.snapshot import Frame
@@ -64,14 +66,33 @@ UNRECORDED = Site("no stack trace was recorded", "")
 NATIVE = Site("C++ without Python above it (autograd's thread: backward)", "")
 
 
+class _Mark(IntFlag):
+    """What a frame says."""
+
+    PYTHON = auto()
+    PLUMBING = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    HOOK = auto()
+    """Gradients are reduced while backward runs."""
+    SYNC = auto()
+    OPTIMIZER = auto()
+    RECOMPUTE = auto()
+    SETUP = auto()
+
+
+_PYTHON = int(_Mark.PYTHON)
+_TELLING = int(_Mark.PYTHON | _Mark.PLUMBING)
+
+
 def site_of(stack: Sequence[Frame]) -> Site:
     """Which source line a stack trace (innermost frame first) is put down to."""
-    python = [frame for frame in stack if frame.is_python]
-    if not python:
-        return NATIVE
-    telling = [frame for frame in python if not _is_plumbing(frame.file)]
-    place, *callers = telling or python
-    return Site(described(place), described(callers[0]) if callers and telling else "")
+    telling = (frame for frame in stack if _marks(frame) & _TELLING == _PYTHON)
+    if place := next(telling, None):
+        caller = next(telling, None)
+        return Site(described(place), described(caller) if caller else "")
+    python = (frame for frame in stack if _marks(frame) & _PYTHON)
+    return Site(described(place), "") if (place := next(python, None)) else NATIVE
 
 
 def moment_of(stack: Sequence[Frame]) -> Moment:
@@ -79,33 +100,44 @@ def moment_of(stack: Sequence[Frame]) -> Moment:
 
     A stack trace without any Python is autograd's own thread, where PyTorch's backward functions in C++ run.
     """
-    python = [frame for frame in stack if frame.is_python]
-    if not python:
-        return "backward"
-    in_hook = any("hook" in frame.name for frame in python)  # gradients that are reduced while backward runs
-    if not in_hook and any(_has(frame.file, _GRAD_SYNC) and _has(frame.name, _SYNC_FUNCTIONS) for frame in python):
+    marks = _Mark(reduce(or_, map(_marks, stack), 0))
+    if _Mark.SYNC in marks and _Mark.HOOK not in marks:
         return "grad_sync"
-    if any(_has(frame.file, _OPTIMIZER) for frame in python):
+    if _Mark.OPTIMIZER in marks:
         return "optimizer"
-    is_backward = in_hook or any(frame.name in _BACKWARD_FUNCTIONS for frame in python)
-    if is_backward or any(frame.name.startswith(_NATIVE_BACKWARD) for frame in stack):
-        return "recompute" if _recomputes(python) else "backward"
-    if any(frame.name in _SETUP_FUNCTIONS for frame in python):
+    if marks & (_Mark.BACKWARD | _Mark.HOOK) or _Mark.PYTHON not in marks:
+        return "recompute" if _Mark.RECOMPUTE in marks and _recomputes(stack) else "backward"
+    if _Mark.SETUP in marks:
         return "setup"
-    return "forward" if any("forward" in frame.name for frame in python) else "unknown"
+    return "forward" if _Mark.FORWARD in marks else "unknown"
 
 
-def _recomputes(python: Sequence[Frame]) -> bool:
+def _recomputes(stack: Sequence[Frame]) -> bool:
     """Whether forward code runs inside a checkpoint's backward: frames further in than the checkpoint's."""
-    for place, frame in enumerate(python):
-        if _has(frame.file, _RECOMPUTING):
-            return any("forward" in inner.name for inner in python[:place])
+    inner = 0
+    for frame in stack:
+        if _marks(frame) & _Mark.RECOMPUTE:
+            return bool(inner & _Mark.FORWARD)
+        inner |= _marks(frame)
     return False
 
 
-@lru_cache(10_000)
-def _is_plumbing(file: str) -> bool:
-    return file.startswith("<") or _has(f"/{file}", _PLUMBING)
+@lru_cache(2**16)
+def _marks(frame: Frame) -> int:
+    file, name = f"/{frame.file}", frame.name
+    if not frame.is_python:
+        return int(_Mark.BACKWARD) if name.startswith(_NATIVE_BACKWARD) else 0
+    said = {
+        _Mark.PLUMBING: frame.file.startswith("<") or _has(file, _PLUMBING),
+        _Mark.FORWARD: "forward" in name,
+        _Mark.BACKWARD: name in _BACKWARD_FUNCTIONS,
+        _Mark.HOOK: "hook" in name,
+        _Mark.SYNC: _has(file, _GRAD_SYNC) and _has(name, _SYNC_FUNCTIONS),
+        _Mark.OPTIMIZER: _has(file, _OPTIMIZER),
+        _Mark.RECOMPUTE: _has(file, _RECOMPUTING),
+        _Mark.SETUP: name in _SETUP_FUNCTIONS,
+    }
+    return int(_Mark.PYTHON) | sum(int(mark) for mark, is_so in said.items() if is_so)
 
 
 def _has(text: str, parts: Sequence[str]) -> bool:

@@ -55,6 +55,7 @@ def read(source: Source) -> SnapshotReading:
         snapshot = parse_snapshot(content)
     except SnapshotError as error:
         raise InputError(f"{source.name}: no memory snapshot: {error}") from error
+    del content
     if len(snapshot.devices) > _MOST_DEVICES:
         raise InputError(f"{source.name}: no memory snapshot: it has {len(snapshot.devices)} devices")
     origins = Origins(snapshot)

@@ -55,7 +55,10 @@ _WITH_FRAMES = re.compile(_FRAMES, re.DOTALL)
 _MOST_PATTERNS, _MOST_ACTIONS, _MOST_POOLS, _MOST_NUMBERS = 24, 100, 1000, 2**18
 _MOST_STACK_BYTES = 2**28
 """Of stack traces that differ, as the file has them."""
+_MOST_ENTRIES = 10_000_000
 _LIMIT = 2**63
+_SHORT = 2
+"""Bytes of the opcode BINGET."""
 _WIDTH = 7
 """Columns of the table."""
 NO_STACK = -1
@@ -76,6 +79,8 @@ class _Pattern(NamedTuple):
     """One kind of entry."""
 
     match: Callable[[bytes, int], re.Match[bytes] | None]
+    groups: tuple[int, ...]
+    """Of the match, in the order of `_NAMES`."""
     memo: list[Any]
     """What an entry adds to the memo, without the frames that lie in it."""
     frames: int
@@ -86,7 +91,7 @@ class _Pattern(NamedTuple):
 
 def place_of(token: bytes) -> int:
     """The place in the memo that an opcode (`GET`) refers to."""
-    return token[1] if token[0] == ord("h") else int.from_bytes(token[1:], "little")
+    return token[1] if len(token) == _SHORT else int.from_bytes(token[1:], "little")
 
 
 def _number(token: bytes) -> int:
@@ -136,8 +141,8 @@ class Entries:
     def columns(self, pieces: Sequence[Rows]) -> list["NDArray[np.int64]"]:
         """The columns of some rows, one piece behind the other."""
         table = np.array(self._table, np.int64, copy=None).reshape(-1, _WIDTH)
-        rows = np.concatenate([table[:0], *(table[start:stop] for start, stop in pieces)])
-        return [np.ascontiguousarray(rows[:, place]) for place in range(_WIDTH)]
+        pieces = [Rows(0, 0), *pieces]
+        return [np.concatenate([table[start:stop, place] for start, stop in pieces]) for place in range(_WIDTH)]
 
     def taken(self, items: list[Any]) -> list[Any]:
         """`items` of a list, with the entries among them taken into the table."""
@@ -234,8 +239,9 @@ class Entries:
             named |= {column} - {""}
         if at == len(written) - 1 and {"action", "nbytes"} <= named:
             missing = b"".join(rb"(?P<%b>)" % column.encode() for column in sorted(set(_NAMES) - named))
-            match = re.compile(b"".join(pieces) + b"u" + missing, re.DOTALL).match
-            self._patterns.insert(0, _Pattern(match, adds, places["frames"], places["pool"]))
+            compiled = re.compile(b"".join(pieces) + b"u" + missing, re.DOTALL)
+            groups = tuple(compiled.groupindex[name] for name in _NAMES)
+            self._patterns.insert(0, _Pattern(compiled.match, groups, adds, places["frames"], places["pool"]))
 
     def run(self, content: bytes, at: int, memo: list[Any]) -> tuple[int, Rows | None]:
         """Take the entries from `at` on that look like earlier ones: where they end, and their rows, None if none."""
@@ -246,12 +252,17 @@ class Entries:
                     break
             else:
                 break
-            if not self._add_found(found.group(*_NAMES), pattern, memo):
+            if not self._add_found(found.group(*pattern.groups), pattern, memo):
                 break
             at = found.end()
             if pattern is not patterns[0]:
                 patterns.remove(pattern)
                 patterns.insert(0, pattern)
+        if len(self) > _MOST_ENTRIES:
+            raise SnapshotError(
+                f"it has more than {_MOST_ENTRIES // 10**6} million entries; record fewer (max_entries of "
+                "torch.cuda.memory._record_memory_history)"
+            )
         return at, Rows(start, len(self)) if len(self) > start else None
 
     def _add_found(self, values: tuple[bytes, ...], pattern: _Pattern, memo: list[Any]) -> bool:
@@ -269,7 +280,9 @@ class Entries:
             place, stack, inner = known
         else:
             place = self.stack_place(memo[place_of(frames)]) if frames else NO_STACK
-        kind, place_of_pool = self._found_action(action, memo), self._found_pool(pool, memo)
+        kind, place_of_pool = self._known_actions.get(action), self._known_pools.get(pool)
+        if kind is None or place_of_pool is None:
+            kind, place_of_pool = self._found_action(action, memo), self._found_pool(pool, memo)
         numbers = self._known_numbers
         self._table.extend(
             (kind, numbers[address], numbers[nbytes], numbers[stream], _number(time), place, place_of_pool)
@@ -284,20 +297,16 @@ class Entries:
         return True
 
     def _found_action(self, token: bytes, memo: list[Any]) -> int:
-        place = self._known_actions.get(token)
-        if place is None:
-            place = self._known_actions[token] = self._action_place(memo[place_of(token)])
+        place = self._known_actions[token] = self._action_place(memo[place_of(token)])
         return place
 
     def _found_pool(self, written: bytes, memo: list[Any]) -> int:
-        place = self._known_pools.get(written)
-        if place is None:
-            pool = None
-            if written[-2:] == b"\x86\x94":
-                pool = tuple(map(_number, _INTS.findall(written)))
-            elif _TOKENS.fullmatch(written):
-                pool = memo[place_of(written)]
-            place = self._known_pools[written] = self.pool_place(pool)
+        pool = None
+        if written[-2:] == b"\x86\x94":
+            pool = tuple(map(_number, _INTS.findall(written)))
+        elif _TOKENS.fullmatch(written):
+            pool = memo[place_of(written)]
+        place = self._known_pools[written] = self.pool_place(pool)
         return place
 
 
