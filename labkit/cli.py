@@ -488,7 +488,15 @@ def import_huggingface(
         int | None,
         typer.Option("--seq-length", min=1, max=2**30, help="Tokens of a sequence.", show_default="4096"),
     ] = None,
-    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", min=1, max=2**20, help="Sequences.")] = 1,
+    micro_batch_size: Annotated[
+        int | None, typer.Option("--micro-batch-size", min=1, max=2**20, help="Sequences.", show_default="1")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch-size", min=1, max=2**30, help="Sequences.", show_default="one micro-batch a rank and stage"
+        ),
+    ] = None,
     world_size: Annotated[
         int | None,
         typer.Option("--world-size", min=1, max=2**20, help="Ranks.", show_default="the fewest for the layout"),
@@ -505,7 +513,8 @@ def import_huggingface(
 
     if output is not None:
         _check_output(output)
-    layout = Layout(seq_length, micro_batch_size, world_size, tensor, pipeline, context, expert, gpu)
+    sizes = (seq_length, micro_batch_size, global_batch_size, world_size, tensor, pipeline, context, expert)
+    layout = Layout(*sizes, gpu)
     imported = imported_from(None if file == "-" else Path(file), None if model_only else layout)
     _write_imported(imported, output, model_only=model_only)
 

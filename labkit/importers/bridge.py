@@ -8,6 +8,7 @@ is imported or called. Fields become a workload through the same table as Megatr
 Source: Megatron Bridge 0.6.2, `training.config`, `training.mixed_precision`, `training.comm_overlap`, `training.setup`.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from math import lcm
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import InputError, nearest
-from labkit.importers.documents import parse_json, source_name, text_from
+from labkit.importers.documents import source_name, text_from
 from labkit.importers.fields import EXPRESSED, Arguments, fields
-from labkit.importers.huggingface import count, model_name, read_config
+from labkit.importers.huggingface import config_file, count, load_config, model_name, read_config
 from labkit.importers.imported import Imported, backend_note, checked
 from labkit.importers.keys import Keys
 from labkit.importers.silent import decides_no_memory
@@ -48,11 +49,12 @@ _HERE = frozenset(
 _SEVERAL = ("moe_layer_freq", "moe_aux_loss_coeff")
 """Numbers that may be lists."""
 _OPTION_NAMES = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
-_NOT_TRACED = ("softmax_type",)
+_NOT_TRACED = ("softmax_type", "tp_comm_overlap")
 """Options of Megatron-LM that its trace does not run."""
 _PIPELINE_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """Of `PipelineParallelLayerLayout`."""
 _MODEL_IDS = ("hf_model_id", "hf_path", "hf_model_name_or_path", "from_hf_pretrained")
+_EXPONENT = re.compile(r"[-+]?[0-9]{1,20}(\.[0-9]{0,20})?[eE][-+]?[0-9]{1,3}")
 _MAMBA_CHUNK = 128
 _MOST_LAYERS = 2000
 
@@ -80,7 +82,8 @@ def import_bridge(
         raise InputError(f"--gpu {gpu[:80]}: no such GPU{nearest(gpu[:80], GPUS)}")
     recipe = _Recipe(parse_mapping(text_from(path), source), source)
     if config is not None:
-        recipe.take_model(parse_json(text_from(config), str(config)), str(config))
+        config = config_file(config)
+        recipe.take_model(load_config(config), str(config))
     read = recipe.arguments(world_size)
     name = model_name(recipe.model_id, path)
     try:
@@ -220,9 +223,9 @@ class _Recipe:
         return self.keys.part("optimizer")
 
     def _typed(self, section: str, found: Fields, base: Mapping[str, Any]) -> None:
-        """Refuse values of another type than their default's."""
+        """Refuse values of another type than their default's, where they decide something."""
         for name, value in found.items():
-            default = base.get(name)
+            default = None if name in _silent() or decides_no_memory(name) else base.get(name)
             if isinstance(default, bool):
                 expected, right = "true or false", isinstance(value, bool)
             elif isinstance(default, int | float):
@@ -492,8 +495,11 @@ def _resolved(value: Any) -> Any:
     """Plain data for what names a function, an enumeration or a dtype (`_target_`); nothing is imported."""
     if isinstance(value, list):
         return [_resolved(each) for each in value]
+    if isinstance(value, str):
+        # YAML 1.1 has a text for 1e-5, OmegaConf a number.
+        return float(value) if _EXPONENT.fullmatch(value) else _DTYPES.get(value.removeprefix("torch."), value)
     if not isinstance(value, dict):
-        return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+        return value
     target = value.get("_target_")
     if isinstance(target, str) and ("_call_" in value or "_args_" in value or len(value) == 1):
         if isinstance(value.get("_name_"), str):

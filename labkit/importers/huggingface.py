@@ -29,7 +29,10 @@ class Layout(NamedTuple):
 
     seq_length: int | None = None
     """None: 4096, or as many as the model has positions."""
-    micro_batch_size: int = 1
+    micro_batch_size: int | None = None
+    """None: 1."""
+    global_batch_size: int | None = None
+    """None: a micro-batch for every rank, and every stage of the pipeline."""
     world_size: int | None = None
     """None: the smallest that the parallel sizes allow."""
     tensor: int = 1
@@ -49,15 +52,42 @@ def import_huggingface(path: Path | None, layout: Layout | None = None) -> Impor
     source, asked, layout = source_name(path), layout is not None, layout or Layout()
     if layout.gpu is not None and layout.gpu not in GPUS:
         raise InputError(f"--gpu {layout.gpu[:80]}: no such GPU{nearest(layout.gpu[:80], GPUS)}")
-    config = parse_json(text_from(path, _MOST_CONFIG_BYTES), source)
+    if path is not None:
+        path = config_file(path)
+    config = load_config(path)
     found = read_config(config, source)
     name = model_name(config.get("_name_or_path"), path)
     workload = Workload.from_mapping(_mapping(found, name, layout), source)
     assumed = [*found.assumed, *_kernels(found)]
     if asked:
-        assumed.append(_unsaid(workload, layout))
+        assumed += _unsaid(workload, layout)
     not_priced = [f"{argument}: {WINDOW}" for argument in found.launch]
     return Imported(workload, not_priced, found.not_expressed, assumed, _counts(workload, found, path))
+
+
+def config_file(path: Path) -> Path:
+    """The file itself; of a folder, as models are downloaded, the `config.json` in it.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        found = path / "config.json" if path.is_dir() else path
+        if found.exists():
+            return found
+    except (OSError, ValueError):  # no file can have such a name
+        pass
+    reason = "there is no such file, and nothing is downloaded here"
+    raise InputError(f"{str(path)[:200]}: {reason}; give the config.json of the model, or a folder that has one")
+
+
+def load_config(path: Path | None) -> dict[str, Any]:
+    """A configuration as plain data.
+
+    Raises:
+        InputError: it cannot be read, or is no JSON object.
+    """
+    return parse_json(text_from(path, _MOST_CONFIG_BYTES), source_name(path))
 
 
 def read_config(config: Mapping[str, Any], source: str) -> Section:
@@ -120,15 +150,16 @@ def _mapping(found: Section, name: str, layout: Layout) -> dict[str, Any]:
         parallelism["sequence_parallel"] = True
         if experts:
             parallelism["expert_tensor_parallel_size"] = 1
+    micro = layout.micro_batch_size or 1
     positions = found.keys.optional_integer("max_position_embeddings") or _SEQ_LENGTH
     mapping: dict[str, Any] = {
         "model": {"name": name, **found.model},
         "parallelism": parallelism,
         "batch": {
             "seq_length": layout.seq_length or min(_SEQ_LENGTH, positions),
-            "micro_batch_size": layout.micro_batch_size,
+            "micro_batch_size": micro,
             # A pipeline is filled where each of its stages has a micro-batch.
-            "global_batch_size": layout.micro_batch_size * max(1, world // dense) * layout.pipeline,
+            "global_batch_size": layout.global_batch_size or micro * max(1, world // dense) * layout.pipeline,
         },
     }
     training: dict[str, Any] = {}
@@ -147,19 +178,20 @@ def _kernels(found: Section) -> list[str]:
     return [f"training.kernels.{name} {str(value).lower()}: {reason}" for name, value in found.kernels.items()]
 
 
-def _unsaid(workload: Workload, layout: Layout) -> str:
-    batch, parallelism = workload.batch, workload.parallelism
-    said = [
-        f"seq_length {batch.seq_length}" if layout.seq_length is None else "",
-        f"micro_batch_size {batch.micro_batch_size}",
-        f"global_batch_size {batch.global_batch_size}",
-        f"world_size {parallelism.world_size}",
-        f"gpu {workload.training.gpu}" if layout.gpu is None else "",
-    ]
+def _unsaid(workload: Workload, layout: Layout) -> list[str]:
+    """What was neither said nor asked for."""
+    taken = {
+        "seq_length": (layout.seq_length, workload.batch.seq_length),
+        "micro_batch_size": (layout.micro_batch_size, workload.batch.micro_batch_size),
+        "global_batch_size": (layout.global_batch_size, workload.batch.global_batch_size),
+        "world_size": (layout.world_size, workload.parallelism.world_size),
+        "gpu": (layout.gpu, workload.training.gpu),
+    }
+    said = [f"{name} {value}" for name, (stated, value) in taken.items() if stated is None]
     if layout.tensor > 1:
         said.append("sequence_parallel")
     return (
-        f"{', '.join(filter(None, said))}: a configuration says nothing of how it is trained; change them in the file"
+        [f"{', '.join(said)}: a configuration does not say how it is trained; change them in the file"] if said else []
     )
 
 

@@ -155,6 +155,12 @@ def test_communication_and_precision_are_applied_as_a_run_would(tmp_path: Path) 
     )
 
 
+def test_numbers_as_recipes_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPES["moonlight_16b"].read_text().replace("rotary_base: 50000.0", "rotary_base: 5e4"))
+    assert import_bridge(path).workload.model.rotary_base == 50000
+
+
 def test_names_are_data(tmp_path: Path) -> None:
     written = {"_target_": "os.system", "_args_": ["touch " + str(tmp_path / "made")], "_call_": True}
     recipe = {**OVERRIDES, "model": {**OVERRIDES["model"], "init_method": written}, "logger": written}

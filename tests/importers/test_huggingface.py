@@ -225,7 +225,12 @@ def test_hostile_input_is_one_sentence(content: bytes, tmp_path: Path, capsys: p
         assert ended.value.code in (0, 2)
 
 
-@pytest.mark.parametrize("path", ["missing.json", "."])
+def test_a_folder_stands_for_the_file_in_it(tmp_path: Path) -> None:
+    written(PUBLISHED["Qwen3-0.6B"]["config"], tmp_path)
+    assert import_huggingface(tmp_path).workload.model.name == tmp_path.name
+
+
+@pytest.mark.parametrize("path", ["missing.json", "Qwen/Qwen3-0.6B", "/proc/self", "x" * 5000, "\0"])
 def test_what_is_no_file_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["import", "huggingface", path])
