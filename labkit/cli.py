@@ -546,6 +546,47 @@ def import_bridge(
     _write_imported(imported, output)
 
 
+@import_app.command("log")
+def import_log(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(metavar="LOG...", show_default=False, help="Of one run: of all its ranks or of some."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.yaml", parser=_path, help="Where the measurement goes.")
+    ],
+    *,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            "--workload",
+            metavar="WORKLOAD.yaml",
+            parser=_path,
+            help="What was run.",
+            show_default="the arguments that the log prints",
+        ),
+    ] = None,
+    workload_output: Annotated[
+        Path | None,
+        typer.Option("--write-workload", metavar="FILE.yaml", parser=_path, help="Also write what was run."),
+    ] = None,
+    world_size: WorldSizeOption = None,
+    gpu: GpuOption = None,
+) -> None:
+    """Make a recorded measurement of a run's logs, which a study shows beside estimate and trace."""
+    from labkit.diagnose.recorded import as_yaml, read_logs, workload_yaml
+    from labkit.files import write_atomically
+
+    for path in filter(None, (output, workload_output)):
+        _check_output(path)
+    made, notes = read_logs(logs, workload, world_size=world_size, gpu=gpu)
+    write_atomically(output, as_yaml(made))
+    if workload_output is not None:
+        write_atomically(workload_output, workload_yaml(made))
+    for note in notes:
+        _warn(note)
+
+
 @app.command()
 def report(
     study: StudyArgument,

@@ -30,7 +30,8 @@ class Evidence(Part):
         start = max(0, at - 40) if at > LONGEST_QUOTE - 100 else 0
         shown = " ".join(text[start : start + LONGEST_QUOTE].split())
         before, after = "... " if start else "", " ..." if len(text) > start + LONGEST_QUOTE else ""
-        return cls(source=source, line=line, text=printable(f"{before}{shown}{after}"))
+        # Millions of them are made of a long log: nothing in it needs to be checked.
+        return cls.model_construct(source=source, line=line, text=printable(f"{before}{shown}{after}"))
 
     @property
     def place(self) -> str:
@@ -226,6 +227,7 @@ class Facts:
     """In the order of the file: the first is the one to explain."""
     memory: MemoryReports = field(default_factory=MemoryReports)
     footprints: list[Footprint] = field(default_factory=list)
+    """The last one of each file."""
     iterations: deque[Iteration] = field(default_factory=lambda: deque(maxlen=MOST_ITERATIONS))
     """The last ones."""
     failures: list[Failure] = field(default_factory=list)

@@ -102,13 +102,13 @@ SIGNS = (
 
 KEYS = tuple(
     (
-        b"CUBLAS_STATUS|CUDNN_STATUS|out of memory|Out of memory|Out Of Memory|OUT_OF_MEMORY|OutOfMemory|Error|error|"
-        b"Exception|KeyboardInterrupt|SystemExit|oom-kill|oom_kill|OOMKilled|allocate memory|enough memory|bad_alloc|"
-        b"illed|DataLoader worker|shared memory|imeout|imed out|aborted|illegal memory|assert triggered|launch failure|"
-        b"misaligned|Xid|no kernel image|is insufficient|nccl|NCCL|Connection |recvValue|found NaN|found Inf|found nan|"
-        b"found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|SIG|exitcode|"
-        b"exit code 137|Segmentation|calloc|cudaMalloc"
-    ).split(b"|")
+        "CUBLAS_STATUS|CUDNN_STATUS|out of memory|Out of memory|Out Of Memory|OUT_OF_MEMORY|OutOfMemory|Error|error|"
+        "Exception|KeyboardInterrupt|SystemExit|oom-kill|oom_kill|OOMKilled|allocate memory|enough memory|bad_alloc|"
+        "illed|DataLoader worker|shared memory|imeout|imed out|aborted|illegal memory|assert triggered|launch failure|"
+        "misaligned|Xid|no kernel image|is insufficient|nccl|NCCL|Connection |recvValue|found NaN|found Inf|found nan|"
+        "found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|SIG|exitcode|"
+        "exit code 137|Segmentation|calloc|cudaMalloc"
+    ).split("|")
 )
 """One of these is in each line that any of the signs is in."""
 

@@ -14,6 +14,8 @@ _LONGEST = 2**16
 """Bytes of a line; a longer one is read in pieces."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])|\x08")
 _CUTS = re.compile(r"\r|\n|\\n|(?=\[(?:rank|default|Rank )\d{1,7}\])")
+_CUT = re.compile(r"[\r\\]|.\[[rdR]", re.DOTALL)
+"""Where there may be a cut."""
 _PREFIX = re.compile(
     r"\s*(?:\[rank(?P<rank>\d{1,7})\]:?"
     r"|\[[A-Za-z_]{1,16}(?P<local>\d{1,7})\]:"
@@ -36,78 +38,66 @@ class Line(NamedTuple):
 class Lines:
     """The lines of a binary stream that contain one of `keys`, and those that somebody wants to `follow`."""
 
-    def __init__(self, stream: IO[bytes], keys: Sequence[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], keys: Sequence[str]) -> None:
         self._stream = stream
-        self._keys = keys
+        self._keys = list(keys)
         self._following = 0
-        self._number = 1
 
     def follow(self, lines: int) -> None:
         """Also give the next `lines` lines, whatever is in them."""
         self._following = max(self._following, lines)
 
     def __iter__(self) -> Iterator[Line]:
-        for block in self._blocks():
-            for raw in self._wanted(block):
-                yield from _parts(self._number, raw)
+        number = 1
+        for block, ends in self._blocks():
+            lines = block.decode("utf-8", errors="replace").split("\n")
+            for at in self._wanted(lines):
+                yield from _parts(number + at, lines[at])
+            number += len(lines) - (not ends)
 
-    def _blocks(self) -> Iterator[bytes]:
-        """Whole lines, some at a time."""
+    def _blocks(self) -> Iterator[tuple[bytes, bool]]:
+        """Whole lines, some at a time, without the last one's end; False where there is none: the line goes on."""
         rest = b""
         while more := self._stream.read(_BLOCK):
-            cut = more.rfind(b"\n") + 1
-            if cut:
-                yield rest + more[:cut]
-                rest = more[cut:]
+            cut = more.rfind(b"\n")
+            if cut >= 0:
+                yield rest + more[:cut], True
+                rest = more[cut + 1 :]
             else:
                 rest += more
             while len(rest) > _LONGEST:
-                yield rest[:_LONGEST]
+                yield rest[:_LONGEST], False
                 rest = rest[_LONGEST:]
         if rest:
-            yield rest
+            yield rest, True
 
-    def _wanted(self, block: bytes) -> Iterator[bytes]:
-        """Its lines that matter, cut to what is read at once; `_number` is that of the line at `at`."""
-        at, hits = 0, iter(self._hits(block))
-        hit = next(hits, len(block))
-        while at < len(block):
-            while hit < at:
-                hit = next(hits, len(block))
-            start = at if self._following else hit
-            self._number += block.count(b"\n", at, start)
-            at = start
-            if at >= len(block):
-                return
-            end = block.find(b"\n", at)
-            end = len(block) if end < 0 else end
-            self._following = max(0, self._following - 1)
-            for piece in range(at, end, _LONGEST):
-                yield block[piece : min(end, piece + _LONGEST)]
-            self._number += block.count(b"\n", end, end + 1)
-            at = end + 1
+    def _wanted(self, lines: Sequence[str]) -> Iterator[int]:
+        """Which of them matter: a search for all keys at once."""
+        from polars import Series, String
 
-    def _hits(self, block: bytes) -> list[int]:
-        """Where lines with a key begin."""
-        starts = set()
-        for key in self._keys:
-            found = block.find(key)
-            while found >= 0:
-                starts.add(block.rfind(b"\n", 0, found) + 1)
-                after = block.find(b"\n", found)
-                found = block.find(key, after) if after >= 0 else -1
-        return sorted(starts)
+        at = 0
+        for hit in [*Series(lines, dtype=String).str.contains_any(self._keys).arg_true(), len(lines)]:
+            while at < hit and self._following:
+                self._following -= 1
+                yield at
+                at += 1
+            if at <= hit < len(lines):
+                self._following = max(0, self._following - 1)
+                yield hit
+                at = hit + 1
 
 
-def _parts(number: int, raw: bytes) -> Iterator[Line]:
-    """A line cut where ranks and carriage returns cut it."""
-    text = _ESCAPES.sub("", raw.decode("utf-8", errors="replace"))
+def _parts(number: int, text: str) -> Iterator[Line]:
+    """A line cut where ranks and carriage returns cut it, and to what is read at once."""
+    if "\x1b" in text or "\x08" in text:
+        text = _ESCAPES.sub("", text)
     rank = None
-    for part in _CUTS.split(text):
+    for part in _CUTS.split(text) if _CUT.search(text) else [text]:
         end, found = _prefixes(part)
         rank = rank if found is None else found
-        if part[end:].strip():
-            yield Line(number, part[end:].rstrip(), rank)
+        for start in range(end, len(part), _LONGEST):
+            if piece := part[start : start + _LONGEST].rstrip():
+                yield Line(number, piece, rank)
 
 
 def _prefixes(text: str) -> tuple[int, int | None]:

@@ -14,12 +14,11 @@ from labkit.workload import Workload
 
 KEYS = (
     *failures.KEYS,
-    *b'Traceback (most|File "|Tried to allocate|has a total capac|memory (MB)|memory (GB)|Theoretical memory'.split(
-        b"|"
-    ),
-    *b"elapsed time per iteration|train_step_timing|arguments ---|memory summary|number of parameters on".split(b"|"),
-    *b"padded vocab|would exceed".split(b"|"),
+    *megatron_log.PROGRESS,
+    *("Traceback (most", tracebacks.KEY, "Tried to allocate", "has a total capac", "would exceed", "arguments ---"),
+    *("memory summary", "padded vocab"),
 )
+"""One of these is in each line that matters."""
 _MESSAGE_LINES = 15
 """Over which a message may be broken, by a terminal or a table."""
 _MOST_RANKS = 2**14
@@ -78,12 +77,15 @@ class _Reader:
         return self._facts
 
     def _see(self, line: Line) -> None:
-        if self._goes_on(line):
+        if self._is_open and self._goes_on(line):
             return
-        if len(self._tracebacks) < _MOST_RANKS or line.rank in self._tracebacks:
-            self._tracebacks[line.rank].see(line)
-        ended = megatron_log.see(line, self._source, self._facts)
-        self._iteration = self._iteration if ended is None else ended
+        if tracebacks.KEY in line.text or tracebacks.BEGINS in line.text:
+            self._traceback(line.rank).see(line)
+        elif megatron_log.is_progress(line.text):
+            ended = megatron_log.see(line, self._source, self._facts)
+            self._iteration = self._iteration if ended is None else ended
+            if oom.begins(line.text) is None:
+                return
         self._vocabulary |= megatron_log.padded_vocabulary(line)
         if megatron_log.ARGUMENTS.search(line.text):
             self._end_arguments()
@@ -93,19 +95,31 @@ class _Reader:
             self._end_table(line.rank)
             self._tables[line.rank] = Table(line, self._source, int(found[1]))
             self._lines.follow(memory_summary.LONGEST)
-        if begins := oom.BEGINS.search(line.text):
+        begins = oom.begins(line.text)
+        if begins is not None:
             self._end_message(line.rank)
-            self._messages[line.rank] = (line, line.text[begins.start() :], _MESSAGE_LINES)
+            self._messages[line.rank] = (line, line.text[begins:], _MESSAGE_LINES)
             self._end_if_whole(line.rank)
         elif len(self._facts.failures) < MOST:
             self._fail(line)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a message, a table or a block may go on."""
+        return bool(self._messages or self._tables) or self._arguments is not None
+
+    def _traceback(self, rank: int | None) -> Traceback:
+        """A rank's; those of more ranks than there can be share one."""
+        if rank in self._tracebacks or len(self._tracebacks) < _MOST_RANKS:
+            return self._tracebacks[rank]
+        return self._tracebacks[None]
 
     def _goes_on(self, line: Line) -> bool:
         """Whether a line belongs to a table or a block that is open; it may also go on with a message."""
         rank = line.rank
         if rank is None and rank not in self._messages and len(self._messages) == 1:
             (rank,) = self._messages  # a terminal broke the line
-        if rank in self._messages and not oom.BEGINS.search(line.text) and tracebacks.BEGINS not in line.text:
+        if rank in self._messages and oom.begins(line.text) is None and tracebacks.BEGINS not in line.text:
             first, text, left = self._messages[rank]
             self._messages[rank] = (first, f"{text} {line.text}", left - 1)
             self._end_if_whole(rank)
@@ -137,7 +151,7 @@ class _Reader:
         known = self._facts.out_of_memory
         if len(known) >= MOST or any(found.figures == each.figures for each in known):
             return
-        traceback = self._tracebacks[rank]
+        traceback = self._traceback(rank)
         known.append(
             replace(
                 found,
@@ -170,6 +184,6 @@ class _Reader:
         if found is None:
             return
         kind, at = found
-        phase = self._tracebacks[line.rank].phase
+        phase = self._traceback(line.rank).phase
         evidence = Evidence.quote(self._source, line.number, line.text, at)
         self._facts.failures.append(Failure(kind=kind, evidence=evidence, rank=line.rank, phase=phase))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 
-from labkit.diagnose.facts import Evidence, Facts, Footprint, Iteration, MemoryReport, Printed
+from labkit.diagnose.facts import MOST, Evidence, Facts, Footprint, Iteration, MemoryReport, Printed
 from labkit.diagnose.lines import Line
 
 _MB = 2**20
@@ -38,7 +38,7 @@ _STEP = {
     "milliseconds": re.compile(rf"elapsed time per iteration \(ms\): {{0,4}}{_NUMBER}"),
     "seconds": re.compile(rf"train_step_timing in s ?[:=] {{0,4}}{_NUMBER}"),
     "tflops": re.compile(rf"throughput per GPU \(TFLOP/s/GPU\): {{0,4}}{_NUMBER}"),
-    "loss": re.compile(rf"(?:\blm loss|\breduced_train_loss|(?<![\w ])\s?loss)[:=] {{0,4}}{_NUMBER}"),
+    "loss": re.compile(rf"(?:lm loss|reduced_train_loss)[:=] {{0,4}}{_NUMBER}"),
     "skipped": re.compile(rf"number of skipped iterations: {{0,8}}{_NUMBER}"),
     "nan": re.compile(rf"number of nan iterations: {{0,8}}{_NUMBER}"),
 }
@@ -60,15 +60,32 @@ LONGEST_ARGUMENTS = 4000
 """Lines of the block; Megatron Core 0.19 has some 700 arguments."""
 
 
+PROGRESS = (
+    "elapsed time per iteration",
+    "memory (MB)",
+    "memory (GB)",
+    "train_step_timing",
+    "Theoretical memory",
+    "number of parameters on",
+)
+
+
+def is_progress(text: str) -> bool:
+    """Whether a line is one of those that a run prints again and again while it goes well."""
+    return any(each in text for each in PROGRESS)
+
+
 def see(line: Line, source: str, facts: Facts) -> int | None:
     """Add what a line says; returns the iteration it ends, if it does."""
-    for found in _MEMORY.finditer(line.text):
-        _memory(found, line, source, facts)
-    for found in _FOOTPRINT.finditer(line.text):
+    if "memory (" in line.text:
+        for found in _MEMORY.finditer(line.text):
+            _memory(found, line, source, facts)
+    for found in _FOOTPRINT.finditer(line.text) if "Theoretical" in line.text else ():
         weights, activations = (bytes_of(each, _MB) for each in found.groups())
         quoted = Evidence.quote(source, line.number, line.text, found.start())
-        facts.footprints.append(Footprint(evidence=quoted, weights=weights, activations=activations))
-    facts.parameters += [int(found[1]) for found in _PARAMETERS.finditer(line.text)]
+        facts.footprints[:] = [Footprint(evidence=quoted, weights=weights, activations=activations)]
+    if "parameters on" in line.text and len(facts.parameters) < MOST:
+        facts.parameters += [int(found[1]) for found in _PARAMETERS.finditer(line.text)]
     return _iteration(line, source, facts)
 
 

@@ -19,10 +19,12 @@ from dataclasses import replace
 
 from labkit.diagnose.facts import Evidence, OutOfMemory
 
-BEGINS = re.compile(
+_BEGINS = re.compile(
     r"\bOutOfMemoryError: \S|^[\w.]{0,40}OutOfMemoryError$|(?:CUDA|HIP) out of memory|"
     r"Allocation on device \S{0,8} ?would exceed allowed memory|out of memory\. Tried to allocate "
 )
+_SIGNS = ("out of memory", "OutOfMemoryError", "would exceed allowed")
+"""One of these is where any message begins."""
 _ENDS = re.compile(
     r"Requested size: \S+ \w+|reserved in total by PyTorch|"
     r"\bcached\)|reserved by PyTorch but unallocated|memory fraction\)\s+:|more than 1EB"
@@ -53,6 +55,14 @@ _OTHERS = re.compile(r"Process \d{1,12} has " + _AMOUNT + " memory in use")
 _DEVICE = re.compile(r"\(GPU (\d{1,4});|GPU (\d{1,4}) has a total|on device (\d{1,4})\b")
 _MOST_PROCESSES = 64
 _ROUNDED = 0.999
+
+
+def begins(text: str) -> int | None:
+    """Where in a line a message begins."""
+    if not any(each in text for each in _SIGNS):
+        return None
+    found = _BEGINS.search(text)
+    return None if found is None else found.start()
 
 
 def is_whole(text: str) -> bool:

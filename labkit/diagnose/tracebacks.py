@@ -10,6 +10,8 @@ from labkit.diagnose.snapshot_frames import described, moment_of, site_of
 from labkit.snapshot import Frame
 
 BEGINS = "Traceback (most recent call last)"
+KEY = 'File "'
+"""In every line of a frame."""
 _FRAME = re.compile(r'File "([^"]{1,1000})", line (\d{1,9}), in ([\w<>.]{1,200})')
 _MOST_FRAMES = 300
 _LAYERS = (

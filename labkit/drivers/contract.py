@@ -35,7 +35,8 @@ ranks waited for each other longer than they may. rank_died: one rank's process 
 loss or the gradients. wrong_world_size: other than as many ranks as the workload has. failed: any other crash or error
 of what was run. killed: the run's own processes were ended from outside. timed_out and out_of_host_memory: it was
 ended at the limits that a run has. unsupported: the driver has not what it needs. refused: the rules reject it."""
-DriverName = Literal["trace", "cuda", "published"]
+DriverName = Literal["trace", "cuda", "recorded", "published"]
+"""recorded: read from the log of a run that others made."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """Bytes or elements: what fits a column of a frame."""
 

@@ -1,4 +1,4 @@
-"""Published figures as measurements: the driver that runs nothing and quotes its source."""
+"""Published figures and figures of logs as measurements: the drivers that run nothing and quote their source."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +40,36 @@ class PublishedCell(Part):
         if (self.outcome == "ok") == (self.peak_gb is None) or (self.outcome == "oom") != bool(self.failed_at):
             raise ValueError("a run that passed has peak_gb, one that was out of memory has failed_at instead")
         return self
+
+
+def read_recorded(path: Path) -> Measurement:
+    """A measurement that `labkit import log` made of a log.
+
+    Raises:
+        InputError: it cannot be read, is none, or its workload cannot run.
+    """
+    try:
+        recorded = Measurement.model_validate(load_mapping(path))
+    except ValidationError as error:
+        raise InputError(f"{path}: {first_problem(Measurement, error)}") from None
+    if recorded.driver != "recorded":
+        raise InputError(f"{path}: its driver is {recorded.driver}; labkit import log makes recorded ones")
+    recorded.workload.checked(f"{path}: workload")
+    return recorded
+
+
+def same_work(one: Workload, other: Workload) -> str:
+    """The first field in which two workloads differ; the model's name does not matter. Empty where there is none."""
+    ours, theirs = (each.model_dump(exclude={"model": {"name"}}) for each in (one, other))
+    return next(_differing(ours, theirs, ""), "")
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> Iterator[str]:
+    for key in ours:
+        if isinstance(ours[key], Mapping) and isinstance(theirs.get(key), Mapping):
+            yield from _differing(ours[key], theirs[key], f"{where}{key}.")
+        elif ours[key] != theirs.get(key):
+            yield f"{where}{key} is {shown(ours[key])}, not {shown(theirs.get(key))}"
 
 
 class Published(Part):

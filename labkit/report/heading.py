@@ -42,6 +42,7 @@ class Heading(Part):
         for name, source, column in (
             ("Traced with", "traced", "versions"),
             ("Measured with", "measured", "versions"),
+            ("Recorded by", "recorded", "origin"),
             ("Published by", "published", "origin"),
         ):
             rows = contract.filter(pl.col("source") == source)

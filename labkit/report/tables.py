@@ -16,7 +16,7 @@ from labkit.report.theme import FONT, PALETTES
 from labkit.workload.gpu import GIB, MIB
 
 _NONE = "–"
-_PEAKS = ("estimated", "traced", "measured", "published")
+_PEAKS = ("estimated", "traced", "measured", "recorded", "published")
 
 
 _DECISION = {
@@ -33,13 +33,16 @@ _DECISION = {
 _ACCURACY = {
     "candidate": "Recompute",
     "published_peak": "published",
+    "recorded_peak": "recorded",
     "measured_peak": "measured",
     "traced_peak": "traced",
     "traced_error": "from published, %",
     "traced_measured_error": "from measured, %",
+    "traced_recorded_error": "from recorded, %",
     "estimated_peak": "estimated",
     "estimated_error": "from published, %",
     "estimated_measured_error": "from measured, %",
+    "estimated_recorded_error": "from recorded, %",
     "traced_static": "traced, GiB",
     "static_difference": "estimated less traced, MiB",
     "traced_retained": "traced, GiB",
@@ -52,10 +55,10 @@ def decision(frame: pl.DataFrame) -> GT:
 
     Args:
         frame: a study's `decision` frame: candidate, setting, is_control, evidence (source of the peaks that decide),
-            outcome, estimated_bytes, traced_bytes, measured_bytes, published_bytes, saved_bytes, step_time_source,
-            step_time_change (fraction), step_bound_change (fraction of the control's lower bound), replay_source,
-            replay_seconds, replay_flops, replay_checkpoints, fits, tight (it fits, the allocator's segments do not),
-            verdict, rank.
+            outcome, estimated_bytes, traced_bytes, measured_bytes, recorded_bytes, published_bytes, saved_bytes,
+            step_time_source, step_time_change (fraction), step_bound_change (fraction of the control's lower bound),
+            replay_source, replay_seconds, replay_flops, replay_checkpoints, fits, tight (it fits, the allocator's
+            segments do not), verdict, rank.
     """
     place = pl.col("setting").rle_id()
     rows = _labelled(frame).sort(place, ~pl.col("is_control"), "rank", nulls_last=True, maintain_order=True)
@@ -79,7 +82,7 @@ def decision(frame: pl.DataFrame) -> GT:
         replay_checkpoints="replay_checkpoints",
         verdict="verdict",
     )
-    shown = _known(shown, "traced", "measured", "published", "step_time")
+    shown = _known(shown, "traced", "measured", "recorded", "published", "step_time")
     source, evidence, clock = (frame[name][0] for name in ("replay_source", "evidence", "step_time_source"))
     labels = {**_DECISION, "saved": f"Saved, GiB ({evidence})", "step_time": f"Step time, % ({clock})"}
     peaks = [name for name in _PEAKS if name in shown.columns]
@@ -130,19 +133,23 @@ def accuracy(cells: pl.DataFrame) -> GT:
     shown = joined.select(
         "candidate",
         "published_peak",
+        "recorded_peak",
         "measured_peak",
         "traced_peak",
         "traced_error",
         (pl.col("traced_peak") / pl.col("measured_peak") - 1).alias("traced_measured_error"),
+        (pl.col("traced_peak") / pl.col("recorded_peak") - 1).alias("traced_recorded_error"),
         "estimated_peak",
         "estimated_error",
         (pl.col("estimated_peak") / pl.col("measured_peak") - 1).alias("estimated_measured_error"),
+        (pl.col("estimated_peak") / pl.col("recorded_peak") - 1).alias("estimated_recorded_error"),
         "traced_static",
         static_difference=pl.col("estimated_static") - pl.col("traced_static"),
         traced_retained="traced_retained",
         retained_difference=(pl.col("estimated_retained") / pl.col("traced_retained") - 1).fill_nan(None),
     )
     shown = _known(shown, "published_peak", "traced_error", "estimated_error")
+    shown = _known(shown, "recorded_peak", "traced_recorded_error", "estimated_recorded_error")
     shown = _known(shown, "measured_peak", "traced_measured_error", "estimated_measured_error")
     peaks = [name for name in shown.columns if name.endswith(("_peak", "_error"))]
     errors = [name for name in peaks if name.endswith("_error")]

@@ -47,6 +47,7 @@ SOURCES: dict[str, Look] = {
     "estimated": Look("#e69f00", "diamond"),
     "traced": Look("#0072b2", "circle"),
     "measured": Look("#cc79a7", "triangle-up"),
+    "recorded": Look("#d55e00", "cross"),
     "published": Look("#009e73", "square"),
 }
 """Where a figure comes from, in the order charts and tables show it."""

@@ -115,7 +115,9 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
     rows = []
     for label in labels:
         found, estimated = by_source[label, evidence], by_source[label, "estimated"]
-        traced, measured, published = (by_source.get((label, name), {}) for name in ("traced", "measured", "published"))
+        traced, measured, recorded, published = (
+            by_source.get((label, name), {}) for name in ("traced", "measured", "recorded", "published")
+        )
         replay = estimated if replayed == "estimated" else traced
         rows.append(
             {
@@ -128,11 +130,13 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
                 "estimated_bytes": estimated["peak_allocated_bytes"],
                 "traced_bytes": traced.get("peak_allocated_bytes"),
                 "measured_bytes": measured.get("peak_allocated_bytes"),
+                "recorded_bytes": recorded.get("peak_allocated_bytes"),
                 "published_bytes": published.get("peak_allocated_bytes"),
                 "peak_reserved_bytes": found["peak_reserved_bytes"],
                 "saved_bytes": found["saved_bytes"],
                 "peak_phase": found["peak_phase"],
                 "measured_ms": measured.get("step_time_ms"),
+                "recorded_ms": recorded.get("step_time_ms"),
                 "published_ms": published.get("step_time_ms"),
                 "replay_source": replayed,
                 "replay_seconds": replay.get("replay_seconds"),
@@ -145,7 +149,8 @@ def _figures(cells: "pl.DataFrame") -> list[dict[str, Any]]:
             }
         )
     control = next(row for row in rows if row["is_control"])
-    clock = next((name for name in ("measured", "published") if _complete(rows, f"{name}_ms")), "published")
+    clocks = ("measured", "recorded", "published")
+    clock = next((name for name in clocks if _complete(rows, f"{name}_ms")), "published")
     for row in rows:
         row["step_time_source"], row["step_time_ms"] = clock, row[f"{clock}_ms"]
         for change, time in (("step_time_change", "step_time_ms"), ("step_bound_change", "step_seconds")):
@@ -314,6 +319,7 @@ def _frame(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
         "estimated_bytes": pl.Int64,
         "traced_bytes": pl.Int64,
         "measured_bytes": pl.Int64,
+        "recorded_bytes": pl.Int64,
         "published_bytes": pl.Int64,
         "saved_bytes": pl.Int64,
         "peak_phase": pl.String,

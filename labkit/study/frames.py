@@ -98,7 +98,7 @@ CONTRACT = {
 
 
 def cells(results: "Results") -> pl.DataFrame:
-    """One row per candidate and source, columns `CELLS`; published rows only where something is published."""
+    """One row per candidate and source, columns `CELLS`; recorded and published rows only where there are some."""
     rows: list[dict[str, Any]] = []
     for result in results.candidates:
         candidate = result.candidate
@@ -116,8 +116,9 @@ def cells(results: "Results") -> pl.DataFrame:
             rows.append({**common, "source": "traced", **_traced(traced[0])})
         if measured := result.by("cuda"):
             rows.append({**common, "source": "measured", **_measured(measured)})
-        if result.published is not None:
-            rows.append({**common, "source": "published", **_recorded(result.published)})
+        for recorded in (result.recorded, result.published):
+            if recorded is not None:
+                rows.append({**common, "source": recorded.driver, **_recorded(recorded)})
     raw = pl.DataFrame(rows, schema={name: kind for name, kind in CELLS.items() if name not in _COMPARED})
     control = raw.filter("is_control").select("setting", "source", control_bytes="peak_allocated_bytes")
     published = raw.filter(pl.col("source") == "published").select("candidate", published_bytes="peak_allocated_bytes")
@@ -134,7 +135,12 @@ def cells(results: "Results") -> pl.DataFrame:
 
 
 _COMPARED = ("saved_bytes", "error_vs_published")
-_SOURCES: dict[DriverName, str] = {"trace": "traced", "cuda": "measured", "published": "published"}
+_SOURCES: dict[DriverName, str] = {
+    "trace": "traced",
+    "cuda": "measured",
+    "recorded": "recorded",
+    "published": "published",
+}
 
 
 def _held(result: Result) -> dict[str, Any]:
@@ -220,8 +226,10 @@ def _recorded(measurement: Measurement) -> dict[str, Any]:
     worst = measurement.worst_rank
     return {
         "outcome": measurement.outcome,
+        "failure": None if measurement.failure is None else reason(measurement.failure),
         "peak_allocated_bytes": measurement.peak_allocated_bytes,
         "peak_phase": None if worst is None else worst.peak.phase,
+        "peak_reserved_bytes": None if worst is None else worst.peak_reserved_bytes,
         "step_time_ms": measurement.step_time_ms,
         "tflops_per_gpu": measurement.tflops_per_gpu,
     }
@@ -367,9 +375,7 @@ def contract(results: "Results") -> pl.DataFrame:
     """How each measured figure came about, columns `CONTRACT`; one row per candidate and measured source."""
     rows = []
     for result in results.candidates:
-        for measurement in (*(run.measurement for run in result.runs), result.published):
-            if measurement is None:
-                continue
+        for measurement in result.measurements:
             rows.append(
                 (
                     result.candidate.label,

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from labkit.drivers.recorded import Published
+from labkit.drivers.contract import Measurement
+from labkit.drivers.recorded import Published, read_recorded, same_work
 from labkit.errors import InputError, nearest
 from labkit.study.decision import Limit
 from labkit.study.slurm import Slurm
@@ -55,6 +56,8 @@ class StudyFile(Part):
     """Cells of each candidate by a driver whose figures vary; a trace's do not."""
     published: str | None = None
     """Path of a file of published figures (from the study file), or a name in `data/published`."""
+    recorded: Many[str] = ()
+    """Paths of measurements that `labkit import log` made (from the study file), each of one of its workloads."""
     target: Target | None = None
     slurm: Slurm = Slurm()
     """What `labkit study submit` asks a cluster for."""
@@ -111,6 +114,7 @@ class Matrix:
     drivers: tuple[CellDriver, ...] = ("trace",)
     repetitions: int = 1
     published: Published | None = None
+    recorded: tuple[Measurement, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     """Of a sweep: label and reason of each combination that the rules reject."""
     slurm: Slurm = field(default_factory=Slurm)
@@ -152,9 +156,11 @@ class Matrix:
             drivers=stated.drivers,
             repetitions=stated.repetitions,
             published=None if stated.published is None else Published.load(_find(stated.published, path, "published")),
+            recorded=tuple(read_recorded(path.parent / each) for each in stated.recorded),
             refused=tuple(refused),
             slurm=stated.slurm,
         )
+        _check_recorded(matrix, stated.recorded, path)
         if matrix.published is not None:
             # Now, not after the run.
             matrix.published.check([candidate.workload for candidate in matrix.candidates])
@@ -217,6 +223,28 @@ def _stated(mapping: Mapping[str, Any], path: Path) -> StudyFile:
         raise InputError(f"{path}: sweep asks for {count} candidates; {_MOST_CANDIDATES} are the most of a study")
     _check_apart(stated.sweep, path)
     return stated
+
+
+def _check_recorded(matrix: Matrix, names: Sequence[str], path: Path) -> None:
+    """Each recorded measurement is of one candidate, and no two of the same.
+
+    Raises:
+        InputError: one could not appear beside any estimate, or two would at the same place.
+    """
+    shown: dict[str, str] = {}
+    for name, recorded in zip(names, matrix.recorded, strict=True):
+        labels = [each.label for each in matrix.candidates if not same_work(recorded.workload, each.workload)]
+        if not labels:
+            choice = recorded.workload.recompute.label
+            nearest_one = next(
+                (each for each in matrix.candidates if each.workload.recompute.label == choice), matrix.control
+            )
+            where = same_work(recorded.workload, nearest_one.workload)
+            raise InputError(f"{path}: recorded {name}: it is of no candidate: its {where} of {nearest_one.label}")
+        for label in labels:
+            if label in shown:
+                raise InputError(f"{path}: recorded {name} and {shown[label]} are both of {label}; remove one of them")
+            shown[label] = name
 
 
 class _Reader:

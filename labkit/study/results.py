@@ -38,6 +38,14 @@ class CandidateResult:
     runs: tuple[CellResult, ...]
     """Its cells: driver by driver, repetition by repetition."""
     published: Measurement | None
+    recorded: Measurement | None = None
+    """Of a log."""
+
+    @property
+    def measurements(self) -> "Iterator[Measurement]":
+        """Everything that was measured or traced: its cells', its log's, the published one."""
+        made = (*(run.measurement for run in self.runs), self.recorded, self.published)
+        yield from (each for each in made if each is not None)
 
     def by(self, driver: DriverName) -> tuple[CellResult, ...]:
         """The cells of one driver."""
@@ -98,13 +106,13 @@ class Results:
 
     @property
     def observations(self) -> "Iterator[Observation]":
-        """Every peak that was traced or published, for `labkit.memory.profiles`."""
+        """Every peak that was traced, recorded or published, for `labkit.memory.profiles`."""
         from labkit.memory.profiles import Observation
 
         for result in self.candidates:
-            for measurement in (*(run.measurement for run in result.runs), result.published):
-                peak = None if measurement is None else measurement.peak_allocated_bytes
-                if measurement is not None and measurement.outcome == "ok" and peak:
+            for measurement in result.measurements:
+                peak = measurement.peak_allocated_bytes
+                if measurement.outcome == "ok" and peak:
                     yield Observation(
                         workload=measurement.workload,
                         peak_allocated_bytes=peak,

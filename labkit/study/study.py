@@ -217,7 +217,8 @@ class Study:
         )
 
     def results(self) -> Results:
-        """What is known now: estimates made on the spot, stored results, published figures."""
+        """What is known now: estimates made on the spot, stored results, recorded and published figures."""
+        from labkit.drivers.recorded import same_work
         from labkit.memory.estimate import estimate
 
         runs: dict[Candidate, list[CellResult]] = {}
@@ -231,6 +232,9 @@ class Study:
                 estimate=estimate(candidate.workload),
                 runs=tuple(made),
                 published=None if published is None else published.measurement(candidate.workload),
+                recorded=next(
+                    (each for each in self.matrix.recorded if not same_work(each.workload, candidate.workload)), None
+                ),
             )
             for candidate, made in runs.items()
         ]

@@ -85,9 +85,9 @@ MESSAGES: dict[str, tuple[str, dict[str, float]]] = {
 
 def read(text: str) -> OutOfMemory:
     """A message from where it begins."""
-    begins = oom.BEGINS.search(text)
+    begins = oom.begins(text)
     assert begins is not None
-    return oom.parse(text[begins.start() :], NOTHING)
+    return oom.parse(text[begins:], NOTHING)
 
 
 @pytest.mark.parametrize("version", MESSAGES)
@@ -118,4 +118,4 @@ def test_in_a_container_the_process_that_holds_what_pytorch_has_is_this_one() ->
 
 @pytest.mark.parametrize("code", ["except torch.cuda.OutOfMemoryError:", "except torch.OutOfMemoryError as error:"])
 def test_code_that_names_the_error_is_no_message(code: str) -> None:
-    assert oom.BEGINS.search(code) is None
+    assert oom.begins(code) is None

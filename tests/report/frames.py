@@ -156,6 +156,7 @@ def decision(of: pl.DataFrame) -> pl.DataFrame:
                 "traced_bytes": traced["peak_allocated_bytes"],
                 "measured_bytes": None,
                 "estimated_bytes": own["estimated"]["peak_allocated_bytes"],
+                "recorded_bytes": None,
                 "published_bytes": published["peak_allocated_bytes"],
                 "saved_bytes": traced["saved_bytes"],
                 "step_time_source": "published",

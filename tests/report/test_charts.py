@@ -183,7 +183,7 @@ def test_categories_keep_number_and_colour_in_every_chart() -> None:
 
 
 def test_sources_differ_in_shape_as_well_as_colour() -> None:
-    assert len({look.shape for look in SOURCES.values()}) == len({look.colour for look in SOURCES.values()}) == 4
+    assert len({look.shape for look in SOURCES.values()}) == len({look.colour for look in SOURCES.values()}) == 5
 
 
 def test_text_on_a_colour_is_readable() -> None:
