@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults differential grid accuracy cells jobs lab lint bench lock clean
+.PHONY: help env report test faults differential admission grid accuracy cells jobs lab lint bench lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -29,6 +29,10 @@ faults: env  ## Kill runners, workers and ranks at 50 random moments each, damag
 
 differential: env  ## Hold labkit's rules against Megatron Core's own validator, on 20,000 random workloads (DIFFERENTIAL_ARGS="--seed 2")
 	@$(BIN)/python -m benchmarks.differential $(DIFFERENTIAL_ARGS)
+
+admission: env  ## Try the properties of admission decisions on many more requests, and time decisions (minutes)
+	@LABKIT_EXAMPLES=60 $(BIN)/python -m pytest tests/admission $(PYTEST_ARGS)
+	@$(BIN)/python -m benchmarks.admission
 
 grid: env  ## Hold the estimate against the trace on every workload of the grid
 	@$(BIN)/python benchmarks/estimate_vs_trace.py $(GRID_ARGS)

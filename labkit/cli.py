@@ -257,6 +257,36 @@ def diagnose(
 
 
 @app.command()
+def admit(
+    workload: WorkloadArgument,
+    requests: Annotated[
+        str, typer.Argument(metavar="REQUESTS.json|-", show_default=False, help="A list of lengths or requests.")
+    ],
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Such as 80GB, 74.5GiB or h200-141gb.", show_default="its GPU's"),
+    ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option("--profiles", metavar="DIR", parser=_path, help="Folder of measured peaks that may raise prices."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say which requests may run together in a micro-batch: admit, a split, or a refusal with what would work."""
+    from labkit.admission import Admission
+    from labkit.admission.requests import read_requests
+    from labkit.workload import Workload
+
+    template = Workload.load(workload)
+    wanted = read_requests(None if requests == "-" else Path(_named(requests)), sys.stdin.buffer)
+    decision = Admission(template, budget, profiles=profiles).decide(wanted)
+    _show(decision.record, json)
+    if decision.outcome == "refuse":
+        raise typer.Exit(1)
+
+
+@app.command()
 def measure(
     workload: WorkloadArgument,
     *,

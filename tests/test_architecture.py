@@ -27,10 +27,12 @@ MAY_IMPORT = {
     "importers": TABLE | {"console", "memory", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
     "plan": TABLE | {"memory", "plan"},
+    "admission": TABLE | {"memory", "plan", "admission"},
     "check": GROUND | {"study"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "report": TABLE | {"console", "report"},
-    "cli": TABLE | {"console", "memory", "drivers", "importers", "study", "plan", "check", "diagnose", "report"},
+    "cli": TABLE
+    | {"console", "memory", "drivers", "importers", "study", "plan", "admission", "check", "diagnose", "report"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

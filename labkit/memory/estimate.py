@@ -124,7 +124,10 @@ class BlockPeaks:
     def __init__(self, workload: Workload, stage: int) -> None:
         self._book = book = _book(workload, stage)
         self._training = workload.training
-        self._block_bytes = simulate_unlimited(book.events, book.streams, self._training).block_bytes
+        simulated = simulate_unlimited(book.events, book.streams, self._training)
+        self._block_bytes = simulated.block_bytes
+        self.reserved_bytes = simulated.reserved[-1][1]
+        """The most that the allocator reserves."""
         levels = book.levels(self._block_bytes)
         self._peaks: dict[tuple[int, str], tuple[int, int]] = {}
         """(bytes, clock) by iteration and phase."""

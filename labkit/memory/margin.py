@@ -26,8 +26,12 @@ TUNING_BYTES = 256 * MIB
 
 def margin_bytes(workload: Workload, increment_bytes: int) -> int:
     """The margin over what a step allocates above what is alive before it."""
-    relative = RELATIVE if workload.model.mixture_of_experts is None else RELATIVE_WITH_EXPERTS
-    return round(increment_bytes * relative) + FIXED_BYTES
+    return round(increment_bytes * relative_margin(workload)) + FIXED_BYTES
+
+
+def relative_margin(workload: Workload) -> float:
+    """The margin's part that grows with the increment."""
+    return RELATIVE if workload.model.mixture_of_experts is None else RELATIVE_WITH_EXPERTS
 
 
 def tuning_bytes(workload: Workload) -> int:

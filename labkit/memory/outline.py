@@ -78,13 +78,18 @@ def outline(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = ten
     return outline_of(chunks(workload, stage), workload, stage, Integers(size))
 
 
-def outline_of(model: list[Chunk], workload: Workload, stage: int, numbers: Numbers) -> Outline:
-    """The same of recorded units; in a sweep their bytes are arrays and `numbers` sums arrays."""
+def outline_of(
+    model: list[Chunk], workload: Workload, stage: int, numbers: Numbers, loss: Chunk | None = None
+) -> Outline:
+    """The same of recorded units; in a sweep their bytes are arrays and `numbers` sums arrays.
+
+    `loss` is what a caller outside the model runs, where that is not the workload's own.
+    """
     batch = None if workload.training.lora is None else workload.batch
     rest = workload.model, workload.parallelism, workload.training
     key = _StateKey(*rest, stage, learned_positions(workload), batch, model, workload)
     books = _Levels(_state_changes(key, numbers.size), Meter(numbers), numbers.larger)
-    run_steps(workload, stage, model, loss_chunk(workload), books)
+    run_steps(workload, stage, model, loss or loss_chunk(workload), books)
     books.end_phase()
     return Outline(
         [PhaseLevel(iteration, phase, peak) for (iteration, phase), peak in books.peaks.items()],

@@ -22,7 +22,7 @@ from labkit.files import read_regular, write_atomically
 from labkit.ledger import Certainty, Ledger, Row
 from labkit.memory.estimate import Estimate
 from labkit.summary import PROFILE, Written
-from labkit.workload import Workload
+from labkit.workload import Batch, Workload
 from labkit.workload.base import Part
 from labkit.workload.gpu import GIB
 
@@ -51,13 +51,15 @@ class Observation(Part):
 
     def holds_for(self, workload: Workload) -> bool:
         """Whether `workload`, of the same signature, holds at least as much by its lengths."""
-        pairs = zip(_lengths(self.workload), _lengths(workload), strict=True)
-        return all(ours <= theirs for ours, theirs in pairs)
+        return self.holds_for_lengths(batch_lengths(workload.batch))
+
+    def holds_for_lengths(self, lengths: tuple[int, ...]) -> bool:
+        """The same of a workload with these `batch_lengths`."""
+        return all(ours <= theirs for ours, theirs in zip(batch_lengths(self.workload.batch), lengths, strict=True))
 
 
-def _lengths(workload: Workload) -> tuple[int, ...]:
+def batch_lengths(batch: Batch) -> tuple[int, ...]:
     """What a batch's memory grows with: rows computed and answered for, sequences, the longest of them."""
-    batch = workload.batch
     lengths = batch.seq_length, batch.micro_batch_size
     if batch.packed is None:
         return lengths
@@ -126,10 +128,18 @@ class Profiles:
         Raises:
             InputError: there is no such folder.
         """
+        found = [each for each in self.observations(workload) if each.holds_for(workload)]
+        return max(found, key=lambda each: each.peak_allocated_bytes, default=None)
+
+    def observations(self, workload: Workload) -> list[Observation]:
+        """All of the workload's signature.
+
+        Raises:
+            InputError: there is no such folder.
+        """
         if not self.directory.is_dir():
             raise InputError(f"{self.directory}: no folder of profiles; `labkit profile add` makes one")
-        found = [each for each in self._read(signature(workload)) if each.holds_for(workload)]
-        return max(found, key=lambda each: each.peak_allocated_bytes, default=None)
+        return list(self._read(signature(workload)))
 
     def raised(self, estimate: Estimate) -> Estimate:
         """The estimate, or one as high as the largest observation that holds for it.

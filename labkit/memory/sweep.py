@@ -159,7 +159,7 @@ def _priced(cases: Sequence[Workload]) -> Iterator[Row]:
     # Where all lengths are alike they are no arrays.
     sweeping = cases[0].model_copy(update={"batch": batch}) if _has_arrays(cases[0]) else cases[0]
     recorder = Recorder(sweeping, Sizes.of(sweeping))
-    numbers = [_Arrays(size, len(lengths)) for size in (tensor, block)]
+    numbers = [Arrays(size, len(lengths)) for size in (tensor, block)]
     priced: dict[Recompute, list[Row]] = {}
     for case in cases:
         if case.recompute not in priced:
@@ -194,7 +194,7 @@ def _table(rows: Sequence[Any], count: int) -> NDArray[np.int64]:
     return table
 
 
-class _Arrays:
+class Arrays:
     """The bytes of a workload at `count` lengths (see `labkit.memory.meter.Numbers`)."""
 
     larger = staticmethod(np.maximum)

@@ -467,8 +467,12 @@ def loss_chunk(workload: Workload) -> Chunk | None:
 
 @lru_cache(maxsize=8)
 def _loss_chunk(key: _Recorded) -> Chunk:
-    workload = key.workload
-    training, tape = workload.training, record_loss(workload, Sizes.of(workload))
+    return recorded_loss(key.workload, Sizes.of(key.workload))
+
+
+def recorded_loss(workload: Workload, sizes: Sizes) -> Chunk:
+    """The same of the `lora` runtime, with sizes that may be those of many lengths (see `Recorder`)."""
+    training, tape = workload.training, record_loss(workload, sizes)
     script = play(
         tape,
         [],

@@ -27,6 +27,15 @@ class Packed(Part):
         return (self.shared_prefix, *suffixes) if self.shared_prefix else suffixes
 
     @property
+    def num_segments(self) -> int:
+        """Nodes of the prefix tree."""
+        return len(self.segments)
+
+    def padded_rows(self, multiple: int) -> int:
+        """Tokens of the tree, those of each node padded to a multiple."""
+        return sum(-(-segment // multiple) * multiple for segment in self.segments)
+
+    @property
     def rows(self) -> int:
         """Tokens that are computed."""
         return sum(self.segments)

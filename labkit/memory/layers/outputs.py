@@ -1,5 +1,7 @@
 """What a pass of the `lora` runtime hands its caller, and the caller's loss."""
 
+from typing import Any
+
 from labkit.memory.layers.linear import norm, norm_parameters
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.tape import Tape, Value
@@ -42,15 +44,15 @@ def _of_vocabulary(tape: Tape, workload: Workload, sizes: Sizes, lora: Lora, sta
     """
     rows = workload.batch.sequences.logical_rows
     parts: list[list[Value]] = []
-    for chunk in _chunks(rows, lora):
+    for chunk, results in _chunks(rows, lora):
         logits = tape.value("logits", (chunk, workload.padded_vocab_size // sizes.tp))
         tape.op(
             "output_layer", [states], [logits], library="aten_matmul", flops=2 * chunk * logits.shape[1] * sizes.hidden
         )
         if lora.outputs == "log_probs":
-            parts.append([_log_probs(tape, logits)])
+            parts.append([_log_probs(tape, logits, results)])
         elif lora.outputs == "top_k":
-            parts.append(_candidates(tape, _gathered(tape, workload, sizes, logits), lora.top_k or 1))
+            parts.append(_candidates(tape, _gathered(tape, workload, sizes, logits), lora.top_k or 1, results))
         else:
             parts = [[_gathered(tape, workload, sizes, logits)]]  # the caller has dropped the chunk before
     if lora.outputs == "logits":
@@ -64,24 +66,31 @@ def _of_vocabulary(tape: Tape, workload: Workload, sizes: Sizes, lora: Lora, sta
     return joined[0]
 
 
-def _chunks(rows: int, lora: Lora) -> list[int]:
-    """Rows of each chunk that is recorded. Whole logits leave nothing behind: of those the first and the last chunk."""
-    whole, rest = divmod(rows, lora.output_chunk_rows)
-    chunks = [lora.output_chunk_rows] * (min(whole, 1) if lora.outputs == "logits" else whole)
-    return [*chunks, rest] if rest else chunks
+def _chunks(rows: Any, lora: Lora) -> list[tuple[Any, Any]]:
+    """Rows of each chunk that is recorded, and of its results.
+
+    Whole logits leave nothing behind: of those the first and the last chunk. Of many numbers of rows at once (arrays)
+    the bound of all is a chunk with everybody's results and one more.
+    """
+    most = lora.output_chunk_rows
+    if not isinstance(rows, int):
+        return [(most, rows // most * most + most), (most, most)]
+    whole, rest = divmod(rows, most)
+    chunks = [most] * (min(whole, 1) if lora.outputs == "logits" else whole)
+    return [(chunk, chunk) for chunk in ([*chunks, rest] if rest else chunks)]
 
 
-def _log_probs(tape: Tape, logits: Value) -> Value:
+def _log_probs(tape: Tape, logits: Value, rows: int) -> Value:
     """Log-probability of each token's successor (rows,) in fp32."""
     widened, exponentials = (tape.buffer(name, logits.shape, "fp32") for name in ("fp32_logits", "exponentials"))
-    out = tape.value("log_probs", logits.shape[:1], "fp32")
+    out = tape.value("log_probs", (rows,), "fp32")
     tape.op("log_probs", [logits], [out], temporaries=[widened, exponentials])
     return out
 
 
-def _candidates(tape: Tape, logits: Value, count: int) -> list[Value]:
+def _candidates(tape: Tape, logits: Value, count: int, rows: int) -> list[Value]:
     """Log-probabilities (rows, count) in fp32 and ids in int64 of the likeliest."""
-    shape = (logits.shape[0], count)
+    shape = (rows, count)
     widened, normalised = (tape.buffer(name, logits.shape, "fp32") for name in ("fp32_logits", "log_softmax"))
     out = [tape.value("top_log_probs", shape, "fp32"), tape.value("top_ids", shape, "int64", grad=False)]
     tape.op("top_k", [logits], out, temporaries=[widened, normalised])

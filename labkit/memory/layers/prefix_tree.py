@@ -29,8 +29,8 @@ class Segments:
     @classmethod
     def of(cls, workload: Workload) -> Self:
         """The segments of the whole tree: context-parallel ranks exchange their tokens for heads."""
-        segments = workload.batch.sequences.segments
-        return cls(sum(-(-segment // CHUNK) * CHUNK for segment in segments), len(segments))
+        sequences = workload.batch.sequences
+        return cls(sequences.padded_rows(CHUNK), sequences.num_segments)
 
 
 _MASK_BLOCK = 128
@@ -38,15 +38,20 @@ _MASK_BLOCK = 128
 
 
 def tree_tensors(workload: Workload) -> Iterator[Buffer]:
-    """The batch on the device: tokens, where they lie, and which blocks of the mask they see (`BlockMask`)."""
-    packed, padded = workload.batch.sequences, Segments.of(workload).rows
-    rows = (workload.batch.micro_batch_size * workload.batch.seq_length,)
+    """The batch on the device."""
+    batch = workload.batch
+    rows = batch.micro_batch_size * batch.seq_length
+    yield from tensors_of_tree(rows, batch.sequences.logical_rows, Segments.of(workload).rows)
+
+
+def tensors_of_tree(rows: int, logical_rows: int, padded_rows: int) -> Iterator[Buffer]:
+    """The tokens, where they lie, and which blocks of the mask they see (`BlockMask`)."""
     for name in ("tokens", "positions", "segment", "slots"):
-        yield Buffer(name, rows, "int64")
-    yield Buffer("outputs", (packed.logical_rows,), "int64")
-    yield Buffer("sources", (padded,), "int64")
-    yield Buffer("counts", (padded, 1), "bool")
-    blocks = -(-rows[0] // _MASK_BLOCK)
+        yield Buffer(name, (rows,), "int64")
+    yield Buffer("outputs", (logical_rows,), "int64")
+    yield Buffer("sources", (padded_rows,), "int64")
+    yield Buffer("counts", (padded_rows, 1), "bool")
+    blocks = -(-rows // _MASK_BLOCK)
     for number in range(4):
         yield Buffer(f"mask_counts{number}", (blocks,), "int32")
         yield Buffer(f"mask_indices{number}", (blocks, blocks), "int32")

@@ -1,7 +1,8 @@
 """Row spaces: how many rows of which tensor a rank holds, resolved once per workload."""
 
 from dataclasses import dataclass
-from typing import Self
+from functools import reduce
+from typing import Any, Self
 
 from labkit.workload import Lora, Workload
 from labkit.workload.behaviour import softmax_gradient_in_place
@@ -47,7 +48,7 @@ class Sizes:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, over all context-parallel ranks."""
-        return max(self.packed) if self.packed else self.sequence * self.cp
+        return reduce(_larger, self.packed) if self.packed else self.sequence * self.cp
 
     @property
     def token_pairs(self) -> int:
@@ -109,3 +110,8 @@ class Sizes:
             local=workload.training.kernels.local,
             lora=workload.training.lora,
         )
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger one, element by element where they are arrays."""
+    return one + (other - one) * (other > one)
