@@ -29,6 +29,7 @@ from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
 from labkit.workload.batch import Packed
 from labkit.workload.kernels import length_choices
+from labkit.workload.stages import fullest_stages
 
 _POINTS = 384
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
@@ -116,7 +117,7 @@ class Tables:
 
     def _least(self, length: int) -> int:
         case = self.workload(1, length)
-        return max(outline(case, stage).peak_bytes for stage in range(case.parallelism.pp))
+        return max(outline(case, stage).peak_bytes for stage in fullest_stages(case))
 
     def _table(self, number: int) -> _Table:
         if number not in self._tables:
@@ -152,7 +153,7 @@ class Tables:
         numbers = Arrays(self._size, len(lengths))
         opposite = tensor if self._upper else covering(case.training.allocator)
         peak, cover, increment = (np.full(len(lengths), -np.inf) for _ in range(3))
-        for stage in range(case.parallelism.pp):
+        for stage in fullest_stages(case):
             model = recorder.chunks(case.recompute, stage)
             found = outline_of(model, case, stage, numbers)
             before = outline_of(model, case, stage, Arrays(opposite, len(lengths))).set_up_bytes
