@@ -492,6 +492,30 @@ def test_estimates_the_fullest_pipeline_stage_or_a_stated_one(labkit: Command, t
     assert "use 0 to 3" in refused.stderr
 
 
+def test_check_says_everything_that_files_break(labkit: Command, tmp_path: Path) -> None:
+    broken = SMALL | {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out", "mlp"]}}
+    broken |= {"launch": {"arguments": ["--delay-wgrad-compute", "--train-iters -1"]}}
+    files = {"fine": SMALL, "broken": broken, "study": STUDY | {"candidates": [{"recompute": broken["recompute"]}]}}
+    for name, mapping in files.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(mapping))
+    assert labkit("check", tmp_path / "fine.yaml", MOONLIGHT).returncode == 0
+    answer = labkit("check", *(tmp_path / f"{name}.yaml" for name in files), tmp_path / "missing.yaml", "--json")
+    assert (answer.returncode, answer.stderr) == (2, "")
+    fine, wrong, study, missing = json.loads(answer.stdout)["files"]
+    assert (fine["kind"], fine["findings"]) == ("workload", [])
+    assert [(found["severity"], found["authority"]) for found in wrong["findings"]][:3] == [
+        ("error", "TransformerConfig"),
+        ("error", "OptimizerParamScheduler"),
+        ("error", "TransformerConfig"),
+    ]
+    assert all(found["reason"] and found["remedy"] for found in wrong["findings"])
+    assert (study["kind"], study["cells"], study["findings"][0]["cells"]) == ("study", 2, ["[gdn_norm_out, mlp]"])
+    assert (missing["kind"], "cannot be read" in missing["problem"]) == ("unreadable", True)
+    shown = labkit("check", tmp_path / "broken.yaml", tmp_path / "missing.yaml")
+    assert "refused by: TransformerConfig (megatron/core/transformer/transformer_config.py)" in shown.stdout
+    assert shown.stderr == f"labkit: {missing['problem']}\n"
+
+
 @pytest.mark.parametrize("command", [("plan", str(MOONLIGHT)), ("import", "megatron-args", "/nonexistent.sh")])
 def test_what_stands_in_an_outputs_place_stays(labkit: Command, tmp_path: Path, command: tuple[str, ...]) -> None:
     pipe = tmp_path / "pipe.yaml"

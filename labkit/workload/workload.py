@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -239,7 +240,20 @@ def first_problem(model: type[Part], error: ValidationError) -> str:
     if problem["type"] in ("dict_type", "model_type"):
         return f"{where}: should be a mapping of keys to values (got {shown(problem['input'])})"
     said = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {said[0].lower()}{said[1:]} (got {shown(problem['input'])})"
+    hint = _number_meant(problem["input"]) if problem["type"] in ("int_type", "float_type") else ""
+    return f"{where}: {said[0].lower()}{said[1:]} (got {shown(problem['input'])}{hint})"
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?[eE][-+]?[0-9]{1,2}")
+
+
+def _number_meant(value: object) -> str:
+    """What to write for `5e5`, a text in YAML 1.1, or `5.0e+5`, which is no whole number."""
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return f", which is text in YAML; write {float(value):.17g}"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return f"; write {value:.0f}"
+    return ""
 
 
 def shown(value: object) -> str:

@@ -82,6 +82,8 @@ def test_round_trips_through_plain_data(labels: set[str]) -> None:
         ("recompute__recompute_modules", ["shared_experts"], "cannot be recomputed while their computation overlaps"),
         ("recompute__recompute_method", "uniform", "only full recompute takes it"),
         ("recompute__recompute_granularity", "full", "full recompute needs it"),
+        ("model__rotary_base", "5e5", "(got '5e5', which is text in YAML; write 500000)"),
+        ("model__rotary_base", 5.0e5, "(got 500000.0; write 500000)"),
         ("training__gpu", "h100", "did you mean 'h100-80gb'?"),
     ],
 )
