@@ -289,6 +289,8 @@ class _Recipe:
                 ddp[name] = keys.flag(name, replicas > 1)
         for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
             model[name] = keys.flag(name, False)
+        if model["tensor_model_parallel_size"] == 1 or not model["sequence_parallel"]:
+            model["tp_comm_overlap"] = False  # which it disables there, with a warning
         if "bucket_size" in keys:
             ddp["bucket_size"] = keys.integer("bucket_size")
         model["defer_embedding_wgrad_compute"] = keys.flag("defer_embedding_wgrad_compute", False)
