@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults differential admission grid accuracy cells jobs lab lint bench lock clean
+.PHONY: help env report test faults differential admission grid accuracy cells jobs lab lint bench snapshots lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -57,6 +57,9 @@ lint: env  ## Check format, lint and types
 
 bench: env  ## Time the estimate, one trace cell and the six-cell study
 	@$(BIN)/python benchmarks/speed.py
+
+snapshots: env  ## Read memory snapshots of 200 MB, PyTorch's and hostile ones; fails beyond 30 s or 2 GiB
+	@$(BIN)/python -m benchmarks.snapshots $(SNAPSHOTS_ARGS)
 
 # uv is no part of the environment: only who changes a dependency needs it.
 lock:  ## Resolve pyproject.toml into requirements.lock again (needs uv)

@@ -19,6 +19,7 @@ Cause = Literal[
     "moved bottleneck",
     "expert imbalance",
     "private pools",
+    "growth",
     "outside PyTorch",
     "host memory",
     "not memory",

@@ -54,6 +54,8 @@ class OutOfMemory:
     """The innermost function of a layer, with its file and line."""
     replays: bool = False
     """Whether backward was running a forward again."""
+    recorded: bool = False
+    """Whether a memory snapshot has it, which shows what was live."""
     iteration: int | None = None
     requested: int | None = None
     capacity: int | None = None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from labkit.diagnose.diagnosis import Finding
 from labkit.diagnose.facts import Evidence
-from labkit.diagnose.snapshot_page import DevicePage, gib
+from labkit.diagnose.snapshot_page import DevicePage, Grown, gib
 
 _LARGE = 0.05
 """Of what is reserved: more than any run has by the way."""
@@ -15,9 +15,11 @@ _LESS_IN_FLIGHT = "Keep fewer collectives in flight: a smaller --ddp-bucket-size
 def findings(source: str, page: DevicePage) -> Iterator[Finding]:
     """Of one device."""
     if not page.failures:
-        yield _no_failure(source, page)
+        if not page.entries:
+            yield _no_history(source, page)
         yield from _unallocated(source, page)
     yield from _other_streams(source, page)
+    yield from _growth(source, page)
     yield from _waiting(source, page)
     yield from _pools(source, page)
 
@@ -26,20 +28,14 @@ def _evidence(source: str, page: DevicePage, text: str) -> tuple[Evidence, ...]:
     return (Evidence.quote(source, None, f"GPU {page.device}, {text}"),)
 
 
-def _no_failure(source: str, page: DevicePage) -> Finding:
-    peak, phase = page.peak, page.peak.phase.replace("_", " ")
-    if not page.entries:
-        happened = f"No history was recorded; when the snapshot was taken {gib(peak.allocated_bytes)} was allocated"
-    else:
-        where = "" if phase == "unknown" else f", in {phase}"
-        happened = f"No request failed; at most {gib(peak.allocated_bytes)} was allocated{where}"
-    confirm = () if page.entries else ("torch.cuda.memory._record_memory_history() before the model is built.",)
+def _no_history(source: str, page: DevicePage) -> Finding:
     return Finding(
         cause="no failure",
         weight="note",
-        happened=f"{happened}, with {gib(peak.reserved_bytes)} reserved.",
-        evidence=_evidence(source, page, peak.sentence),
-        confirm=confirm,
+        happened=f"GPU {page.device}: no history was recorded. When the snapshot was taken "
+        f"{gib(page.end.allocated_bytes)} was allocated, with {gib(page.end.reserved_bytes)} reserved.",
+        evidence=_evidence(source, page, "no entries in device_traces"),
+        confirm=("torch.cuda.memory._record_memory_history() before the model is built records what leads there.",),
     )
 
 
@@ -76,6 +72,31 @@ def _other_streams(source: str, page: DevicePage) -> Iterator[Finding]:
                     "Allocate what the side stream works on in the main stream, and record_stream it.",
                 ),
             )
+
+
+def _growth(source: str, page: DevicePage) -> Iterator[Finding]:
+    """What steps leave behind adds up."""
+    growth = page.growth
+    if growth is None:
+        return
+    more = growth.last.allocated_bytes - growth.first.allocated_bytes
+    lines = "; ".join(f"{gib(line.bytes)} {_by(line)}" for line in growth.lines)
+    yield Finding(
+        cause="growth",
+        weight="contributes" if page.failures else "note",
+        happened=f"Every step leaves more behind: {gib(more)} more after {growth.steps} steps than after the first of "
+        f"them. {lines}.",
+        evidence=_evidence(source, page, growth.last.sentence),
+        confirm=("Snapshots after two steps, compared (labkit diagnose BEFORE AFTER): the same lines grow.",),
+        remedies=(
+            "Look who keeps the tensors of these lines: losses or outputs kept with their graph (detach or .item() "
+            "them), lists of metrics, hooks, caches by shape.",
+        ),
+    )
+
+
+def _by(line: Grown) -> str:
+    return f"by {line.site}" + (f", called by {line.caller}" if line.caller else "")
 
 
 def _waiting(source: str, page: DevicePage) -> Iterator[Finding]:

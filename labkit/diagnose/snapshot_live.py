@@ -17,6 +17,12 @@ _DEEPEST = 100
 MOMENTS: tuple[Moment, ...] = ("setup", "forward", "backward", "recompute", "grad_sync", "optimizer", "unknown")
 
 
+def step_ends(moments: "NDArray[np.int64]") -> "NDArray[np.int64]":
+    """The last entry of every stretch in the optimizer that something follows."""
+    inside = moments == MOMENTS.index("optimizer")
+    return np.flatnonzero(inside[:-1] & ~inside[1:])
+
+
 class Origin(NamedTuple):
     """Where allocations come from."""
 

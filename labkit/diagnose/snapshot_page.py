@@ -100,6 +100,24 @@ class Pool(Part):
     allocated_bytes: int
 
 
+class Grown(Part):
+    """A source line that holds more from step to step."""
+
+    site: str
+    caller: str
+    bytes: int
+    """More than at the first step's end."""
+
+
+class Growth(Part):
+    """What is allocated behind the optimizer rises from step to step."""
+
+    steps: int
+    first: Point
+    last: Point
+    lines: Many[Grown]
+
+
 class DevicePage(Part):
     """One device of a snapshot."""
 
@@ -120,6 +138,7 @@ class DevicePage(Part):
     left_out_bytes: int
     failures: Many[Failure]
     """The last ones."""
+    growth: Growth | None
     pools: Many[Pool]
     timeline: Many[Point]
     """Of equal stretches of the trace the moment with most allocated; the peak and the end are among them."""
@@ -128,7 +147,7 @@ class DevicePage(Part):
         """The page, for a terminal."""
         from rich.text import Text
 
-        recorded = f"{self.entries:,} entries" + ("" if self.seconds is None else f" over {self.seconds:,.1f} s")
+        recorded = f"{self.entries:,} entries" + ("" if self.seconds is None else f" over {_time(self.seconds)}")
         head = Text.assemble((f"GPU {self.device}", "bold"), f"  {recorded if self.entries else 'no history recorded'}")
         return [head, *(self._history() if self.entries else ()), *map(Text, self._sentences()), _lines(self)]
 
@@ -180,8 +199,12 @@ def gib(nbytes: int) -> str:
 def _when(point: Point) -> str:
     if point.entry < 0:
         return "before the first entry"
-    seconds = "" if point.seconds is None else f", {point.seconds:,.1f} s after the first"
+    seconds = "" if point.seconds is None else f", {_time(point.seconds)} after the first"
     return f"in {point.phase.replace('_', ' ')} (entry {point.entry:,}{seconds})"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _lines(page: DevicePage) -> "Table":

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from labkit.diagnose.facts import Evidence, Facts, OutOfMemory, Phase
+from labkit.diagnose.facts import Evidence, Facts, MemoryReport, OutOfMemory, Phase
 from labkit.diagnose.reading import Reading, Source
 from labkit.diagnose.snapshot_compare import Held, SnapshotComparison, compared
 from labkit.diagnose.snapshot_findings import findings
 from labkit.diagnose.snapshot_holes import holes_at
-from labkit.diagnose.snapshot_live import MOMENTS, Group, Origins
-from labkit.diagnose.snapshot_page import DevicePage, Failure, Line, PhasePeak, Point, Pool, SnapshotPage, gib
+from labkit.diagnose.snapshot_live import MOMENTS, Group, Origins, step_ends
+from labkit.diagnose.snapshot_page import (
+    DevicePage,
+    Failure,
+    Grown,
+    Growth,
+    Line,
+    PhasePeak,
+    Point,
+    Pool,
+    SnapshotPage,
+    gib,
+)
 from labkit.diagnose.snapshot_timeline import Timeline, timeline_of
 from labkit.errors import InputError
 from labkit.snapshot import LARGEST, Snapshot, SnapshotError, parse_snapshot
@@ -27,6 +38,8 @@ _STARTS = (b"\x80", b"(dp", b"}q\0", b"(lp", b"]q\0")
 """Of pickles of protocol 2 and later; of dictionaries and lists in 0 and 1."""
 _LINES, _STRETCHES, _FAILURES = 200, 200, 5
 _MOST_DEVICES = 64
+_FEWEST_STEPS, _GROWN, _MOSTLY, _GROWING_LINES = 3, 0.01, 0.9, 5
+"""Memory grows if nine of ten steps, of at least three, leave more than the one before, and at last 1 % of the peak."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,8 @@ def read(source: Source) -> SnapshotReading:
         at_peak, at_end = timeline.lives.at(timeline.peak), timeline.lives.at(len(timeline.trace) - 1)
         held.append(Held(device, tuple(origins.groups(at_peak)), tuple(origins.groups(at_end))))
         facts.out_of_memory += _out_of_memory(source.name, page)
+        if page.entries and not page.failures:
+            facts.memory.append(_report(source.name, page))
     if not pages:
         raise InputError(f"{source.name}: no memory snapshot: it has no segments and no entries")
     return SnapshotReading(
@@ -109,6 +124,7 @@ def _page(snapshot: Snapshot, origins: Origins, timeline: Timeline, device: int)
         left_out=len(groups[_LINES:]),
         left_out_bytes=sum(group.nbytes for group in groups[_LINES:]),
         failures=tuple(_failures(origins, timeline, moments)),
+        growth=_growth(origins, timeline, moments),
         pools=tuple(_pools(timeline)),
         timeline=tuple(_point(timeline, moments, entry) for entry in _stretches(timeline)),
     )
@@ -131,8 +147,8 @@ def _point(timeline: Timeline, moments: "Ints", entry: int) -> Point:
 def _phase_peaks(timeline: Timeline, moments: "Ints") -> Iterator[PhasePeak]:
     for code, phase in enumerate(MOMENTS):
         inside = np.flatnonzero(moments == code)
-        if len(inside) and timeline.reserved[inside].any():
-            allocated, reserved = timeline.allocated[inside], timeline.reserved[inside]
+        allocated, reserved = timeline.allocated[inside], timeline.reserved[inside]
+        if allocated.any():
             yield PhasePeak(phase=phase, allocated_bytes=int(allocated.max()), reserved_bytes=int(reserved.max()))
 
 
@@ -176,6 +192,27 @@ def _failures(origins: Origins, timeline: Timeline, moments: "Ints") -> Iterator
         )
 
 
+def _growth(origins: Origins, timeline: Timeline, moments: "Ints") -> Growth | None:
+    """Whether what is left behind the optimizer rises; the first step, which makes the optimizer's state, aside."""
+    ends = step_ends(moments)[1:]
+    if len(ends) < _FEWEST_STEPS:
+        return None
+    left = timeline.allocated[ends]
+    grown = int(left[-1] - left[0])
+    if grown < _GROWN * timeline.at(timeline.peak)[0] or float((np.diff(left) > 0).mean()) < _MOSTLY:
+        return None
+    first, last = (origins.groups(timeline.lives.at(int(end))) for end in (ends[0], ends[-1]))
+    before = {group.origin: group.nbytes for group in first}
+    more = [(group.nbytes - before.get(group.origin, 0), group.origin.site) for group in last]
+    more = sorted((each for each in more if each[0] > 0), reverse=True)[:_GROWING_LINES]
+    return Growth(
+        steps=len(ends),
+        first=_point(timeline, moments, int(ends[0])),
+        last=_point(timeline, moments, int(ends[-1])),
+        lines=tuple(Grown(site=site.place, caller=site.caller, bytes=nbytes) for nbytes, site in more),
+    )
+
+
 def _pools(timeline: Timeline) -> Iterator[Pool]:
     for pool in sorted({segment.pool for segment in timeline.segments} - {(0, 0)}):
         segments = [segment for segment in timeline.segments if segment.pool == pool]
@@ -198,6 +235,17 @@ _PHASES: dict[str, Phase] = {
 }
 
 
+def _report(source: str, page: DevicePage) -> MemoryReport:
+    """What a run that did not fail had allocated, while it was recorded."""
+    return MemoryReport(
+        evidence=Evidence.quote(source, None, f"GPU {page.device}, peak {page.peak.sentence}"),
+        allocated=page.end.allocated_bytes,
+        max_allocated=page.peak.allocated_bytes,
+        reserved=page.end.reserved_bytes,
+        max_reserved=max(phase.reserved_bytes for phase in page.phases) if page.phases else page.end.reserved_bytes,
+    )
+
+
 def _out_of_memory(source: str, page: DevicePage) -> Iterator[OutOfMemory]:
     """The last failure of a device: earlier ones did not end the run."""
     for failure in page.failures[-1:]:
@@ -206,6 +254,9 @@ def _out_of_memory(source: str, page: DevicePage) -> Iterator[OutOfMemory]:
             evidence=Evidence.quote(source, None, f"GPU {page.device}, {failure.sentence}"),
             device=page.device,
             phase=_PHASES[at.phase],
+            place=failure.site,
+            replays=at.phase == "recompute",
+            recorded=True,
             requested=failure.requested_bytes,
             free=failure.device_free_bytes,
             allocated=at.allocated_bytes,

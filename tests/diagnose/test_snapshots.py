@@ -248,6 +248,17 @@ def test_a_recording_that_ran_out_of_memory(tmp_path: Path) -> None:
     assert json.loads(diagnosis.model_dump_json())["details"][0]["devices"][0]["peak"]["phase"] == "backward"
 
 
+def test_memory_that_grows_from_step_to_step_is_put_down_to_a_line(tmp_path: Path) -> None:
+    """Each step keeps 4,000,004 bytes of logits."""
+    growth = page_of(diagnosis := diagnosed(tmp_path, STEP)).growth
+    assert growth is not None
+    (line,) = growth.lines
+    assert line.bytes == growth.last.allocated_bytes - growth.first.allocated_bytes == (growth.steps - 1) * 4_000_004
+    assert "_postprocess" in line.caller
+    assert "growth" in {finding.cause for finding in diagnosis.findings}
+    assert page_of(diagnosed(tmp_path, OTHERS[0])).growth is None
+
+
 def test_what_two_snapshots_differ_in(tmp_path: Path) -> None:
     """The second step's end against the fifth's: kept logits, and nothing else."""
 
@@ -308,7 +319,7 @@ def test_without_history_what_is_held_is_shown(tmp_path: Path) -> None:
     page = page_of(diagnosis := diagnosed(tmp_path, changed(forget)))
     assert page.peak == page.end == page.start
     assert page.live[0].site == "megatron/core/tensor_parallel/layers.py:1020 forward"
-    assert "No history was recorded" in diagnosis.findings[0].happened
+    assert "no history was recorded" in diagnosis.findings[0].happened
 
 
 def test_what_was_freed_before_anybody_saw_it_allocated_has_a_line_of_its_own(tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ SITES = {
         "/opt/megatron/megatron/core/optimizer/distrib_optimizer.py:2400 step_with_ready_grads",
         f"{TE}/optimizers/fused_adam.py:520 initialize_state",
     ),
+    "clip": (
+        *STEP[:-1],
+        "/opt/megatron/megatron/core/optimizer/optimizer.py:545 step",
+        "/opt/megatron/megatron/core/optimizer/clip_grads.py:150 get_grad_norm_fp32",
+    ),
 }
 
 type Frame = Callable[[int, int, tuple["Frame", ...]], int]
@@ -151,6 +156,7 @@ class Run:
             _free(saved.pop())
             _free(gradient)
             _free(other)
+        _free(self._ask("clip", 0.1))
         if number == 0:
             self._kept.append(self._ask("optimizer", 4 * self._layers))
         if leak:

@@ -80,10 +80,11 @@ def _confirm_capacity(case: Case, first: OutOfMemory) -> Iterator[str]:
             f"labkit's estimate of this workload peaks at {size(summary.peak_allocated_bytes)} in {summary.peak_phase} "
             f"of iteration {summary.peak_iteration}, {size(summary.margin_bytes)} of margin on top."
         )
-    yield (
-        "A memory snapshot at the failure (torch.cuda.memory._record_memory_history) shows what was live, by source "
-        "line."
-    )
+    if not first.recorded:
+        yield (
+            "A memory snapshot at the failure (torch.cuda.memory._record_memory_history) shows what was live, by "
+            "source line."
+        )
 
 
 def _remedies(first: OutOfMemory) -> Iterator[str]:
