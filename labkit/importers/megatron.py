@@ -40,14 +40,10 @@ class MegatronReader:
         self._process.kill()
         self._process.communicate()
 
-    def ask(self, launch: Launch, gpu: str) -> Arguments:
-        """What Megatron makes of a launch on one of labkit's GPUs.
-
-        Raises:
-            InputError: Megatron refuses it.
-            WorkError: as the class says.
-        """
-        request = {
+    @staticmethod
+    def request(launch: Launch, gpu: str) -> dict[str, Any]:
+        """What `labkit.drivers.trace.megatron_args` is asked."""
+        return {
             "arguments": list(launch.arguments),
             "printed": {name: text for name, text in launch.printed.items() if _matters(name)},
             "environment": dict(launch.environment),
@@ -55,6 +51,15 @@ class MegatronReader:
             "gpu": gpu,
             "silent": SILENT,
         }
+
+    def ask(self, launch: Launch, gpu: str) -> Arguments:
+        """What Megatron makes of a launch on one of labkit's GPUs.
+
+        Raises:
+            InputError: Megatron refuses it.
+            WorkError: as the class says.
+        """
+        request = self.request(launch, gpu)
         sent, read = self._process.stdin, self._process.stdout
         assert sent is not None
         assert read is not None

@@ -7,18 +7,22 @@ configuration of the arguments and that of the imported workload (`labkit.driver
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import sys
 from typing import Any
 
+from labkit.diagnose import logs
+from labkit.diagnose.reading import Source
 from labkit.drivers.trace import megatron_args
 from labkit.drivers.trace.surface import fake_cuda
 from labkit.errors import InputError
 from labkit.importers.fields import Arguments, fields
-from labkit.importers.launch import read_launch
-from labkit.importers.silent import SILENT
+from labkit.importers.launch import Launch, read_launch
+from labkit.importers.megatron import MegatronReader
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
 from labkit.workload.launched import OPTION_OF
@@ -41,26 +45,35 @@ _ALL_PARTS = [
 """Workloads that have every part between them."""
 
 
-def imported(text: str) -> dict[str, Any]:
-    """As `labkit.importers.megatron.import_megatron`, in this process."""
-    from labkit.drivers.arguments import megatron_arguments
-    from labkit.drivers.build import transformer_config
-
-    launch = read_launch(text, "launch")
-    request = {
-        "arguments": list(launch.arguments),
-        "environment": dict(launch.environment),
-        "world_size": launch.world_size,
-        "silent": SILENT,
-    }
+def _read(launch: Launch) -> tuple[argparse.Namespace, Arguments]:
+    """Megatron's reading of a launch."""
+    request = MegatronReader.request(launch, "")
     namespace, parser, given, config, written = megatron_args.read(request)
-    arguments = Arguments(
+    return namespace, Arguments(
         {name: megatron_args.plain(value) for name, value in vars(namespace).items()},
         {name: megatron_args.plain(value) for name, value in given.items()},
         {action.dest: action.option_strings[0] for action in parser._actions},
         megatron_args.plain_config(config),
         written,
     )
+
+
+def _of_log(log: str, launch: Launch) -> dict[str, Any]:
+    """The workload of the arguments that Megatron printed into a log."""
+    (printed,) = logs.read(Source("log", log.encode(), io.BytesIO(log.encode()), None)).facts.printed
+    again = launch._replace(arguments=(), world_size=int(printed.values["world_size"]), printed=printed.values)
+    found = fields(_read(again)[1], name="imported", gpu=launch.gpu, environment=launch.environment)
+    return Workload.from_mapping(found.mapping).model_dump(mode="json")
+
+
+def imported(text: str) -> dict[str, Any]:
+    """As `labkit.importers.megatron.import_megatron`, in this process."""
+    from labkit.drivers.arguments import megatron_arguments
+    from labkit.drivers.build import transformer_config
+
+    launch = read_launch(text, "launch")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        namespace, arguments = _read(launch)
     found = fields(arguments, name="imported", gpu=launch.gpu, environment=launch.environment)
     workload = Workload.from_mapping(found.mapping)
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(workload.parallelism.world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -73,6 +86,7 @@ def imported(text: str) -> dict[str, Any]:
         "not_priced": found.not_priced,
         "not_expressed": found.not_expressed,
         "assumed": found.assumed,
+        "of_its_log": _of_log(printed.getvalue(), launch) if text.startswith("{") else None,
         "differing": {name: [theirs[name], ours[name]] for name in theirs if theirs[name] != ours[name]},
     }
 

@@ -247,6 +247,11 @@ def test_configuration_of_the_workload_is_that_of_the_arguments(found: dict[str,
     assert {field for field in differing if OTHER_NAMES.get(field, "-") not in said} == set()
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_arguments_that_a_log_prints_are_those_of_the_launch(found: dict[str, Found], name: str) -> None:
+    assert found[name]["of_its_log"] == found[name]["workload"]
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_everything_is_expressed(found: dict[str, Found], name: str) -> None:
     assert (found[name]["not_priced"], found[name]["not_expressed"]) == ([], [])
