@@ -28,6 +28,16 @@ class Kind(NamedTuple):
 KINDS: tuple[Kind, ...] = (Kind(snapshots.accepts, snapshots.read), Kind(logs.accepts, logs.read))
 """The first that accepts a file reads it."""
 
+_TOLD = {
+    b"\x1f\x8b": "; it is compressed: gunzip it first",
+    b"\x28\xb5\x2f\xfd": "; it is compressed: unzstd it first",
+    b"\xfd7zXZ": "; it is compressed: unxz it first",
+    b"PK": "; it is an archive: unpack it first",
+    b"\xff\xfe": "; it may be UTF-16: iconv -f UTF-16 -t UTF-8 makes text of it",
+    b"\xfe\xff": "; it may be UTF-16: iconv -f UTF-16 -t UTF-8 makes text of it",
+}
+"""What a file that is neither begins with, and what would work."""
+
 
 def read(path: Path | None) -> Reading:
     """What a file says; None is standard input.
@@ -41,7 +51,8 @@ def read(path: Path | None) -> Reading:
         for kind in KINDS:
             if kind.accepts(source.head):
                 return kind.read(source)
-        raise InputError(f"{source.name}: it is neither text nor a memory snapshot")
+        told = next((what for start, what in _TOLD.items() if source.head.startswith(start)), "")
+        raise InputError(f"{source.name}: it is neither text in UTF-8 nor a memory snapshot{told}")
 
 
 @contextmanager

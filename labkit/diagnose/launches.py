@@ -101,6 +101,8 @@ def resolve(
                     launch, reader, source=source, name=name, gpu=gpu or launch.gpu or _gpu(facts.out_of_memory)
                 )
         except LabkitError as error:
+            if facts.empty and len(readings) == 1:
+                raise
             return None, [f"no estimate: {error}"]
         notes += made.notes[:_MOST_NOTES]
         return Stated(made.workload, evidence), notes
@@ -117,7 +119,10 @@ def _stated(stating: Sequence[Reading], facts: Facts) -> "list[tuple[str, Worklo
     last = facts.printed[-1]
     size = last.values.get("world_size", "")
     ranks = int(size) if size.isascii() and size.isdigit() and 0 < len(size) < 8 else None
-    return [(last.evidence.source, Launch((), world_size=ranks or None, printed=last.values), last.evidence)]
+    # The block does not name the program; a tokenizer of BERT's does.
+    program = "pretrain_bert.py" if last.values.get("tokenizer_type", "").startswith("Bert") else ""
+    launch = Launch((), world_size=ranks or None, program=program, printed=last.values)
+    return [(last.evidence.source, launch, last.evidence)]
 
 
 def _gpu(messages: Sequence[OutOfMemory]) -> str | None:

@@ -170,6 +170,10 @@ def test_beside_a_workload_idle_labels_are_named_and_the_advice_is_for_what_the_
     found = diagnosed(tmp_path, small, dense("core_attn"))
     causes = {each.cause: each for each in found.findings}
     assert "core_attn saves next to nothing" in causes["fused attention"].happened
+    labels = [
+        each for each in diagnosed(tmp_path, small, dense("layernorm")).findings if each.cause == "inactive label"
+    ]
+    assert [each.happened.partition(":")[0] for each in labels] == ["layernorm saves nothing"]
     advice = causes["capacity"].remedies
     assert advice[0].startswith("As it is, [core_attn], it does not fit what this GPU has for PyTorch (4.50 GiB)")
     assert advice[1].startswith("Try ")

@@ -143,17 +143,25 @@ def no_failure(case: Case) -> Iterator[Finding]:
             said += f" {skipped} iterations were skipped, {odd} were not finite."
     elif facts.memory or facts.footprints:
         said = "Nothing in it says that anything failed."
+    elif case.estimate is not None:
+        summary = case.estimate.summary
+        said = (
+            f"There is no log. By estimate the workload peaks at {size(summary.peak_allocated_bytes)} in "
+            f"{summary.peak_phase} of iteration {summary.peak_iteration}, {size(summary.margin_bytes)} of margin."
+        )
     else:
         return
     fullest = max(facts.memory, key=lambda each: each.peak, default=None)
     evidence = () if fullest is None else (fullest.evidence,)
+    if case.stated is not None and fullest is None:
+        evidence = (case.stated.evidence,)
     if fullest is not None and fullest.peak:
         who = "" if fullest.rank is None else f" (rank {fullest.rank})"
         said += f" The most that was allocated is {size(fullest.peak)}{who}"
         said += f", reserved {size(fullest.max_reserved)}." if fullest.max_reserved else "."
-        if case.stated is not None:
-            gpu = GPUS[case.stated.workload.training.gpu]
-            said += f" The workload's GPU has {size(gpu.total_memory_bytes)}."
+    if case.stated is not None:
+        gpu = GPUS[case.stated.workload.training.gpu]
+        said += f" The workload's GPU has {size(gpu.total_memory_bytes)}."
     confirm = (
         ()
         if facts.out_of_memory
