@@ -399,6 +399,11 @@ class Simulated(NamedTuple):
     out_of_memory: tuple[int, OutOfMemory] | None
     """The first event that the device did not suffice for; from there on it gave whatever was asked for."""
 
+    def is_beyond(self, training: Training) -> bool:
+        """More is reserved than the allocator may take of the GPU."""
+        may_take = training.allocator.per_process_memory_fraction * GPUS[training.gpu].total_memory_bytes
+        return bool(self.reserved) and self.reserved[-1][1] > may_take
+
     def fragmentation(self, phase_of: Callable[[int], str]) -> str:
         """How a rank whose tensors fit does within the device's memory, in a sentence; empty where nothing happens.
 
@@ -484,7 +489,7 @@ def simulate_training(events: Sequence[tuple[int, int]], streams: Sequence[int],
     """The same; where that is more than the GPU has, `retries` and `out_of_memory` say how the rank does within it."""
     gpu_bytes = GPUS[training.gpu].total_memory_bytes
     free = simulate_unlimited(events, streams, training)
-    if not free.reserved or free.reserved[-1][1] <= training.allocator.per_process_memory_fraction * gpu_bytes:
+    if not free.is_beyond(training):
         return free
     within = simulate(events, streams, training.allocator, device_bytes=gpu_bytes)
     return free._replace(retries=within.retries, out_of_memory=within.out_of_memory)

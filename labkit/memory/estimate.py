@@ -128,6 +128,8 @@ class BlockPeaks:
         self._block_bytes = simulated.block_bytes
         self.reserved_bytes = simulated.reserved[-1][1]
         """The most that the allocator reserves."""
+        self.is_cramped = simulated.is_beyond(self._training)
+        """Its segments are more than the GPU has."""
         levels = book.levels(self._block_bytes)
         self._peaks: dict[tuple[int, str], tuple[int, int]] = {}
         """(bytes, clock) by iteration and phase."""

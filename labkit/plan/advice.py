@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from labkit.ledger import MATERIAL
 from labkit.plan.advised import Advice, LabelPrice, Option, Saving
 from labkit.plan.budget import Budget
-from labkit.plan.price import Priced, Pricer, worth_pricing
+from labkit.plan.price import Priced, Pricer
 from labkit.plan.ranking import Ranking
 from labkit.plan.reasons import Words
 from labkit.plan.space import is_plain, recompute_choices, why_not
@@ -20,18 +20,17 @@ _NO_LABELS = Recompute(recompute_granularity="selective", recompute_modules=())
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage collection: what is recorded is a hundred thousand small objects that stay, looked at in vain."""
-    was_on = gc.isenabled()
-    gc.disable()
+def _rarely_collected() -> Iterator[None]:
+    """Garbage is collected a hundredth as often: what is recorded is small objects that stay, looked at in vain."""
+    before = gc.get_threshold()
+    gc.set_threshold(100 * before[0], *before[1:])
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
-@_without_collection()
+@_rarely_collected()
 def advise(workload: Workload, budget: Budget | None = None, *, settings: bool = False) -> Advice:
     """Price every recompute choice of a workload and propose which to try.
 
@@ -46,7 +45,7 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
     # Where nothing is asked for, an empty list is the same.
     same = {control} if control.recompute_granularity else {control, _NO_LABELS}
     pricer = Pricer(workload)
-    choices = [control, *worth_pricing(workload, [each for each in possible if each not in same])]
+    choices = [control, *pricer.worth_pricing(each for each in possible if each not in same)]
     priced = list(pricer.each(choices))
     ranking = Ranking(budget or Budget.of(workload.training.gpu), priced, pricer.step_seconds)
     first, considered = ranking.first, len(priced)

@@ -1,6 +1,6 @@
 """What each recompute choice holds and costs, by the estimator's outline: half a millisecond a choice."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,6 +54,41 @@ class Pricer:
         self._recorder = recorder(workload)
         self._stages = fullest_stages(workload)
 
+    def worth_pricing(self, choices: Iterable[Recompute]) -> Iterator[Recompute]:
+        """The choices without long regions: those that are too long to look at, and those that surely hold too much.
+
+        Uniform recompute replays the same whatever the length of its regions. While one is run again it holds what its
+        layers save, and the largest of n regions has at least an n-th of what they all save above their boundaries.
+        """
+        for choice in choices:
+            length = choice.recompute_num_layers or 1
+            if choice.recompute_method != "uniform" or length == 1 or self._may_save(length):
+                yield choice
+
+    def _may_save(self, length: int) -> bool:
+        """Regions of so many layers may hold less than those of one."""
+        few = length * self._operations <= _MOST_OPERATIONS
+        return few and all(-(-longest // length) >= fewest for longest, fewest in self._fewest_regions)
+
+    @cached_property
+    def _operations(self) -> int:
+        """Of the longest layer."""
+        chunks = (chunk for stage in self._stages for chunk in self._recorder.chunks(EVERY_LAYER, stage))
+        return max(len(unit.tape.ops) for chunk in chunks for run in chunk.runs for unit in run.units)
+
+    @cached_property
+    def _fewest_regions(self) -> list[tuple[int, float]]:
+        """For each stage the layers of its longest chunk, and into how many regions they must be cut."""
+        workload, found = self.workload, []
+        for stage in self._stages:
+            cases = (workload.model_copy(update={"recompute": each}) for each in (_NONE, EVERY_LAYER))
+            saving, cut = (outline(case, stage) for case in cases)
+            under_way = min(warmup_passes(workload, stage) + 1, workload.num_microbatches * workload.parallelism.vpp)
+            saved = (saving.retained_bytes - cut.retained_bytes) / under_way
+            room = max(cut.peak_bytes - saving.between_steps_bytes, 1)
+            found.append((max(map(len, stage_layers(workload, stage))), saved / room))
+        return found
+
     def each(self, choices: Iterable[Recompute]) -> Iterator[Priced]:
         """The workload under each choice."""
         return map(self.price, choices)
@@ -95,30 +130,8 @@ class Pricer:
         return forward * (3 if self.workload.training.lora is None else 2)
 
 
-def worth_pricing(workload: Workload, choices: Sequence[Recompute]) -> list[Recompute]:
-    """Those choices without uniform ones that replay what layer-by-layer recompute does and surely hold more.
-
-    While a region is run again it holds what its layers save, and the largest of n regions has at least an n-th of
-    what they all save above their boundaries.
-    """
-    if not any(each.recompute_method == "uniform" and each.recompute_num_layers != 1 for each in choices):
-        return list(choices)
-    bounds = []
-    for stage in fullest_stages(workload):
-        saving, cut = (outline(workload.model_copy(update={"recompute": each}), stage) for each in (_NONE, EVERY_LAYER))
-        under_way = min(warmup_passes(workload, stage) + 1, workload.num_microbatches * workload.parallelism.vpp)
-        saved = (saving.retained_bytes - cut.retained_bytes) / under_way
-        room = max(cut.peak_bytes - saving.between_steps_bytes, 1)
-        # The fewest regions that its longest chunk must be cut into.
-        bounds.append((max(map(len, stage_layers(workload, stage))), saved / room))
-    return [
-        each
-        for each in choices
-        if each.recompute_method != "uniform"
-        or all(-(-longest // (each.recompute_num_layers or 1)) >= fewest for longest, fewest in bounds)
-    ]
-
-
+_MOST_OPERATIONS = 20_000
+"""Of a region: a hundred usual layers, or two of one that turns a thousand packed sequences one by one."""
 _NONE = Recompute()
 EVERY_LAYER = Recompute(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

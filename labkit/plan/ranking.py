@@ -8,15 +8,27 @@ alike, and then the one with the fewest regions to run again is first.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from labkit.ledger import MATERIAL
 from labkit.plan.budget import Budget
-from labkit.plan.price import NEAR, Exact, Priced, exactly
+from labkit.plan.price import NEAR, Priced, exactly
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS
 
 TIE = 0.01
 """Of a step's least time."""
+
+
+class _Seen(NamedTuple):
+    """A choice that was looked at."""
+
+    priced: Priced
+    """At its exact price."""
+    held: Counter[str]
+    """What it holds in the phase in which the control peaks."""
+    is_cramped: bool
+    """Its segments are more than its GPU has."""
 
 
 class Ranking:
@@ -27,33 +39,32 @@ class Ranking:
         self.choices = choices
         self.control = choices[0]
         self.step_seconds = step_seconds
-        self._exact: dict[Workload, Exact] = {}
+        self._seen: dict[Workload, _Seen] = {}
 
     def exact(self, choice: Priced) -> Priced:
         """The choice at its exact price, where it is looked at more closely."""
-        return self._exactly(choice).priced
+        return self._look_at(choice).priced
 
-    def _exactly(self, choice: Priced) -> Exact:
-        if choice.workload not in self._exact:
-            self._exact[choice.workload] = exactly(choice)
-        return self._exact[choice.workload]
-
-    def fragmentation(self, choice: Priced) -> str:
-        """What the allocator has to do where the choice's peak is within its GPU's memory (`Written.fragmentation`)."""
-        within = self.exact(choice).peak_bytes < GPUS[choice.workload.training.gpu].total_memory_bytes
-        return self._exactly(choice).peaks.fragmentation if within else ""
+    def _look_at(self, choice: Priced) -> "_Seen":
+        if choice.workload not in self._seen:
+            priced, peaks = exactly(choice)
+            # The books themselves would fill the host's memory.
+            control = priced if choice is self.control else self.exact(self.control)
+            self._seen[choice.workload] = _Seen(priced, peaks.held(control.iteration, control.phase), peaks.is_cramped)
+        return self._seen[choice.workload]
 
     def savings(self, choice: Priced) -> Counter[str]:
         """Bytes by tensor of like modules that a choice does not hold where the control peaks."""
-        control = self.exact(self.control)
-        held, left = (
-            self._exactly(each).peaks.held(control.iteration, control.phase) for each in (self.control, choice)
-        )
-        return held - left
+        return self._look_at(self.control).held - self._look_at(choice).held
+
+    def fragmentation(self, choice: Priced) -> str:
+        """What the allocator has to do where a choice's peak is within its GPU's memory (`Written.fragmentation`)."""
+        within = self.exact(choice).peak_bytes < GPUS[choice.workload.training.gpu].total_memory_bytes
+        return exactly(choice).peaks.fragmentation if within and self._look_at(choice).is_cramped else ""
 
     def seems_to_fit(self, choice: Priced) -> bool | None:
         """Whether its peak and margin are within the budget; None where they are too near for anything but `fits`."""
-        if choice.workload in self._exact:
+        if choice.workload in self._seen:
             return self.fits(choice)
         over = choice.covered_bytes / self.budget.bytes - 1
         return None if abs(over) <= NEAR else over < 0

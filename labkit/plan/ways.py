@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from labkit.plan.price import Priced, Pricer, worth_pricing
+from labkit.plan.price import Priced, Pricer
 from labkit.plan.ranking import Ranking
 from labkit.plan.space import other_settings, recompute_choices, shorter
 from labkit.workload import Recompute, Workload
@@ -22,7 +22,7 @@ def settings_that_fit(ranking: Ranking, choices: list[Recompute] | None = None) 
         long = [each for each in possible if each.recompute_method == "uniform" and each.recompute_num_layers != 1]
         count = 0
         for part in ([each for each in possible if each not in long], long):
-            priced = list(pricer.each(worth_pricing(other, part)))
+            priced = list(pricer.each(pricer.worth_pricing(part)))
             count += len(priced)
             fitting = [each for each in priced if each.covered_bytes <= ranking.budget.bytes]
             if fitting:

@@ -12,7 +12,7 @@ from labkit.ledger import MATERIAL
 from labkit.memory.outline import block, outline
 from labkit.plan import Advice, Budget, advise
 from labkit.plan.advised import Option
-from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exactly, worth_pricing
+from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exactly
 from labkit.plan.space import other_settings, recompute_choices
 from labkit.study.matrix import Matrix
 from labkit.workload import RECOMPUTE_MODULES
@@ -139,11 +139,11 @@ def test_a_pipelines_price_is_that_of_its_fullest_stage() -> None:
 def test_long_regions_are_left_out_only_where_they_hold_more(layers: int) -> None:
     deep = small(model={**DENSE, "num_layers": layers})
     every = list(recompute_choices(deep))
-    kept = worth_pricing(deep, every)
-    by_layer = Pricer(deep).price(EVERY_LAYER)
+    pricer = Pricer(deep)
+    kept, by_layer = list(pricer.worth_pricing(every)), pricer.price(EVERY_LAYER)
     left_out = [each for each in every if each not in kept]
     assert left_out
-    for each in Pricer(deep).each(left_out):
+    for each in pricer.each(left_out):
         assert each.peak_bytes >= by_layer.peak_bytes
         assert each.replay.seconds == pytest.approx(by_layer.replay.seconds, rel=0.01)
 
