@@ -7,7 +7,7 @@ from labkit.admission.passes import Load, Pass
 from labkit.admission.split import Batch
 from labkit.errors import InputError
 from labkit.plan import Budget
-from labkit.plan.price import EVERY_LAYER, Priced, Pricer, worth_pricing
+from labkit.plan.price import EVERY_LAYER, Priced, Pricer
 from labkit.plan.space import recompute_choices
 from labkit.workload import Recompute, Workload
 from labkit.workload.base import Part
@@ -74,8 +74,9 @@ def _recomputed(run: Pass, load: Load, budget: Budget) -> Iterator[Remedy]:
     if not template.training.differentiates:
         return
     workload = run.workload(load)
-    worth = worth_pricing(workload, [*recompute_choices(workload)])
-    choices = [each for each in Pricer(workload).each(worth) if each.covered_bytes <= budget.bytes]
+    pricer = Pricer(workload)
+    worth = pricer.worth_pricing(recompute_choices(workload))
+    choices = [each for each in pricer.each(worth) if each.covered_bytes <= budget.bytes]
     seen: set[Recompute] = set()
     cheapest = sorted(choices, key=_cost)[:2]
     for choice in [*(each.workload.recompute for each in cheapest), EVERY_LAYER]:
