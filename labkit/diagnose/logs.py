@@ -22,6 +22,7 @@ KEYS = (
 _MESSAGE_LINES = 15
 """Over which a message may be broken, by a terminal or a table."""
 _MOST_RANKS = 2**14
+_GONE_OVER = ("error", "collective error")
 _CONTROL = frozenset(range(32)) - frozenset(b"\t\n\r\x1b\b\f\0")
 _LEAST_PRINTABLE = 0.95
 
@@ -83,7 +84,9 @@ class _Reader:
             self._traceback(line.rank).see(line)
         elif megatron_log.is_progress(line.text):
             ended = megatron_log.see(line, self._source, self._facts)
-            self._iteration = self._iteration if ended is None else ended
+            if ended is not None:
+                self._iteration = ended
+                self._go_on()
             if oom.begins(line.text) is None:
                 return
         self._vocabulary |= megatron_log.padded_vocabulary(line)
@@ -102,6 +105,11 @@ class _Reader:
             self._end_if_whole(line.rank)
         elif len(self._facts.failures) < MOST:
             self._fail(line)
+
+    def _go_on(self) -> None:
+        """A step was done: an error before it did not end the run."""
+        if self._facts.failures:
+            self._facts.failures[:] = [each for each in self._facts.failures if each.kind not in _GONE_OVER]
 
     @property
     def _is_open(self) -> bool:

@@ -201,6 +201,14 @@ def test_the_estimate_stands_beside_what_was_logged(tmp_path: Path) -> None:
     assert steady.estimated_bytes > first.estimated_bytes
 
 
+def test_what_a_message_says_beyond_its_phase(tmp_path: Path) -> None:
+    (after, *_) = diagnosed(tmp_path, f"{STEP.format(1)}\n{FORWARD}\n{message(asked='200.00 GiB')}").findings
+    assert "The first step had room" in after.happened
+    assert "more than the whole GPU has" in after.happened
+    (two, *_) = diagnosed(tmp_path, f"[rank0]: {message()}\n[rank1]: {message()}").findings
+    assert two.happened.endswith("1 other rank ran out as well.")
+
+
 def test_two_files_that_say_what_was_run_are_one_too_many(tmp_path: Path) -> None:
     workload = ROOT / "data/workloads/moonlight-16b.yaml"
     script = tmp_path / "run.sh"

@@ -167,6 +167,12 @@ def test_failures_are_told_apart(line: str) -> None:
     assert not facts.out_of_memory
 
 
+def test_an_error_that_the_run_went_on_after_did_not_end_it() -> None:
+    step = "iteration        4/      20 | consumed samples: 4 | elapsed time per iteration (ms): 466.3 |"
+    text = f"ImportError: no apex, falling back\n{step}\nRuntimeError: the end\n"
+    assert [each.evidence.line for each in read(text).failures] == [3]
+
+
 def test_lines_are_counted_whatever_they_hold() -> None:
     text = (
         b"\n\n"

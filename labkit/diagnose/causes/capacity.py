@@ -34,7 +34,8 @@ def capacity(case: Case) -> Iterator[Finding]:
     words = " ".join(word for word in (who, "asked for", asked, phase, when) if word)
     held = "" if first.allocated is None else f" {size(first.allocated)} was allocated"
     of = f" of the GPU's {size(first.capacity)}" if held and first.capacity is not None else ""
-    happened = f"{words}{replaying}{place}: {_HOLDS[first.phase]}.{held}{of}{'.' if held else ''}{_others(case, first)}"
+    held = f"{held}{of}." if held else ""
+    happened = f"{words}{replaying}{place}: {_HOLDS[first.phase]}.{held}{_more(first)}{_others(case, first)}"
     yield Finding(
         cause="optimizer capacity" if state else "capacity",
         weight="cause",
@@ -43,6 +44,16 @@ def capacity(case: Case) -> Iterator[Finding]:
         confirm=tuple(_confirm_capacity(case, first)),
         remedies=case.advice or tuple(_remedies(first)),
     )
+
+
+def _more(first: OutOfMemory) -> str:
+    """What the iteration and the amount say."""
+    said = ""
+    if first.iteration == 2 and first.phase not in ("optimizer", "setup"):
+        said += " The first step had room: the optimizer's moments are made at its end."
+    if first.requested and first.capacity and first.requested > first.capacity:
+        said += " That is more than the whole GPU has: look at the shape of what is made there."
+    return said
 
 
 def _others(case: Case, first: OutOfMemory) -> str:
