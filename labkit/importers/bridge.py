@@ -49,7 +49,7 @@ _HERE = frozenset(
 _SEVERAL = ("moe_layer_freq", "moe_aux_loss_coeff")
 """Numbers that may be lists."""
 _OPTION_NAMES = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
-_NOT_TRACED = ("softmax_type", "tp_comm_overlap")
+_NOT_TRACED = ("tp_comm_overlap",)
 """Options of Megatron-LM that its trace does not run."""
 _PIPELINE_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """Of `PipelineParallelLayerLayout`."""

@@ -72,8 +72,8 @@ class Section:
         self.model: Fields = {}
         self.kernels: Fields = {}
         """Of the training set-up: without them Megatron refuses the model."""
-        self.launch: list[str] = []
-        """Arguments of Megatron-LM that say what no field does; a trace runs them."""
+        self.launch: dict[str, str] = {}
+        """Arguments of Megatron-LM that say what no field does, which a trace runs, and how an estimate takes them."""
         self.not_expressed: list[str] = []
         self.assumed: list[str] = []
         self.differences: list[tuple[int, str]] = []
@@ -199,7 +199,7 @@ def _window(found: Section) -> None:
     keys = found.keys
     width, on = keys.optional_integer("sliding_window"), keys.flag("use_sliding_window", True)
     if width is not None and on:
-        found.launch.append(f"--window-size {width - 1},0")
+        found.launch[f"--window-size {width - 1},0"] = WINDOW
 
 
 def _dense_biases(found: Section) -> None:
@@ -365,7 +365,7 @@ def _gpt_oss(found: Section) -> None:
     )
     keys.plain("swiglu_limit")
     sinks = model["num_layers"] * model["num_attention_heads"]
-    found.not_expressed.append("attention sinks: Megatron's softmax_type learnable, one number a head; taken as none")
+    found.launch["--softmax-type learnable"] = "attention sinks, one number a head; taken as none"
     found.differences.append((sinks, "attention sinks"))
     _alternating_windows(found)
     model["mixture_of_experts"] = {
@@ -381,12 +381,13 @@ def _alternating_windows(found: Section) -> None:
     """Sliding windows in every other layer, from the first."""
     keys, layers = found.keys, found.model["num_layers"]
     types = keys.texts("layer_types", _LAYER_TYPES)
-    _window(found)
     pair = ("sliding_attention", "full_attention")
-    if found.launch and types in ([], [pair[layer % 2] for layer in range(layers)]):
-        found.launch.append("--window-attn-skip-freq 2")
-    elif found.launch:
-        found.launch.clear()
+    if keys.plain("sliding_window") is None:
+        return
+    if types in ([], [pair[layer % 2] for layer in range(layers)]):
+        _window(found)
+        found.launch["--window-attn-skip-freq 2"] = WINDOW
+    else:
         found.lose("sliding_window", WINDOW)
 
 

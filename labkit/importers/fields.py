@@ -132,6 +132,8 @@ _MEANING = {
     "freeze_all_layers": "taken as trained",
     "skip_train": "taken as training",
     "window_size": "taken as attention to everything before",
+    "window_attn_skip_freq": "taken as attention to everything before",
+    "softmax_type": "sinks, one number a head; taken as none",
     "disable_jit_fuser": "compiled regions run eagerly and keep more",
 }
 _WITH_MEGATRON_FSDP = ("load", "finetune", "no_load_optim", "log_params_norm")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from labkit.errors import InputError, nearest
 from labkit.importers.documents import parse_json, source_name, text_from
-from labkit.importers.families import WINDOW, Section, section
+from labkit.importers.families import Section, section
 from labkit.importers.imported import Imported
 from labkit.importers.keys import Keys
 from labkit.memory.parameters import expert_biases, parameter_count, without_prediction
@@ -61,7 +61,7 @@ def import_huggingface(path: Path | None, layout: Layout | None = None) -> Impor
     assumed = [*found.assumed, *_kernels(found)]
     if asked:
         assumed += _unsaid(workload, layout)
-    not_priced = [f"{argument}: {WINDOW}" for argument in found.launch]
+    not_priced = [f"{argument}: {meaning}" for argument, meaning in found.launch.items()]
     return Imported(workload, not_priced, found.not_expressed, assumed, _counts(workload, found, path))
 
 
@@ -169,7 +169,7 @@ def _mapping(found: Section, name: str, layout: Layout) -> dict[str, Any]:
         training["kernels"] = found.kernels
     if training:
         mapping["training"] = training
-    return {**mapping, "launch": {"arguments": found.launch}} if found.launch else mapping
+    return {**mapping, "launch": {"arguments": list(found.launch)}} if found.launch else mapping
 
 
 def _kernels(found: Section) -> list[str]:

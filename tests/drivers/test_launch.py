@@ -29,6 +29,13 @@ def test_an_argument_without_a_field_reaches_megatron(server: TraceServer) -> No
     assert plain.ledger.between_steps().total() == normed.ledger.between_steps().total()
 
 
+def test_attention_sinks_are_parameters_of_one_number_a_head(server: TraceServer) -> None:
+    workload = launched("--softmax-type learnable")
+    sinks = [row for row in server.run(workload).ledger.rows if row.tensor == "softmax_offset"]
+    assert {row.shape for row in sinks} == {(workload.model.num_attention_heads // workload.parallelism.tp,)}
+    assert len({row.module for row in sinks}) == workload.model.num_layers
+
+
 def test_frozen_layers_keep_no_gradients(server: TraceServer) -> None:
     plain, frozen = server.run(small()), server.run(launched("--freeze-all-layers"))
     assert frozen.ledger.between_steps().total() < plain.ledger.between_steps().total()

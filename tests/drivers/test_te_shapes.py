@@ -50,6 +50,21 @@ def test_attention_with_narrower_values() -> None:
     assert [None if g is None else g.shape for g in backward] == [query.shape, key.shape, value.shape, None, None]
 
 
+def test_attention_with_sinks() -> None:
+    query, lengths, sinks = meta(16, 2, 4, 48), meta(3, dtype=torch.int32), meta(1, 4, 1, 1, dtype=torch.float32)
+    about: list[Any] = [None] * 15
+    learnt = te_shapes.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
+    forward = te_shapes.fused_attn_fwd(
+        16, 16, *about[:9], learnt, None, None, lengths, lengths, query, query, query, *about[:8], sinks
+    )
+    assert forward[3] is sinks
+    *_, gradient = te_shapes.fused_attn_bwd(
+        16, 16, *about[:11], learnt, None, None, None, lengths, lengths, query, query, query
+    )
+    assert gradient is not None
+    assert (gradient.shape, gradient.dtype) == (sinks.shape, torch.float32)
+
+
 def test_a_function_without_shapes_is_refused_by_name() -> None:
     module = te_shapes._module()
     with pytest.raises(NotImplementedError, match=r"no shapes for transformer_engine_torch\.nvfp4_data_transpose"):

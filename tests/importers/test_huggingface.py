@@ -121,15 +121,15 @@ def test_what_has_no_field_is_named(tmp_path: Path) -> None:
     imported = import_huggingface(written(config, tmp_path))
     assert [note.partition(":")[0] for note in imported.not_expressed] == [
         "hidden_act 'silu'",
-        "attention sinks",
         "attention_chunk 5",
     ]
     assert imported.not_priced == [
+        "--softmax-type learnable: attention sinks, one number a head; taken as none",
         "--window-size 127,0: taken as attention to everything before",
         "--window-attn-skip-freq 2: taken as attention to everything before",
     ]
     assert imported.workload.launch is not None
-    assert imported.workload.launch.arguments == ("--window-size 127,0", "--window-attn-skip-freq 2")
+    assert imported.workload.launch.arguments[1:] == ("--window-size 127,0", "--window-attn-skip-freq 2")
     assert imported.counted == [
         "20,914,757,184 (20.91 billion); 1,536 of them, attention sinks, are not in this file",
     ]

@@ -62,6 +62,10 @@ class NVTE_Mask_Type(metaclass=_AnyMember):
     """Which keys a query sees."""
 
 
+class NVTE_Softmax_Type(metaclass=_AnyMember):
+    """What stands beside the scores in softmax's sum."""
+
+
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """cuDNN's fused attention kernels."""
 
@@ -254,6 +258,11 @@ def _pairs(Q: Tensor, ends: tuple[Tensor, Tensor], rows: int, keys: int, mask: i
     return seen_pairs(Q.numel() // Q.shape[-1], rows, keys, causal=causal, window=earlier)
 
 
+def _has_sinks(softmax_type: Any) -> bool:
+    types = NVTE_Softmax_Type
+    return softmax_type in (types.NVTE_LEARNABLE_SOFTMAX, types.NVTE_OFF_BY_ONE_SOFTMAX)
+
+
 def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -276,10 +285,11 @@ def fused_attn_fwd(
     V: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    """[output, softmax statistics in fp32, Philox seed and offset] (`attention.cpp`).
+    """[output, softmax statistics in fp32, Philox seed and offset, the sinks that were given] (`attention.cpp`).
 
     The statistics are (batch, heads, queries, 1), of packed sequences (tokens, heads, 1).
     """
+    sinks = [rest[8]] if _has_sinks(softmax_type) else []
     batch, heads = cu_seqlens_q.shape[0] - 1, Q.shape[-2]
     packed = Q.dim() == 3
     output = torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device)
@@ -291,6 +301,7 @@ def fused_attn_fwd(
             (Q.shape[0], heads, 1) if packed else (batch, heads, max_seqlen_q, 1), dtype=torch.float32, device=Q.device
         ),
         torch.empty(2, dtype=torch.int64, device=Q.device),
+        *sinks,
     ]
 
 
@@ -319,19 +330,21 @@ def fused_attn_bwd(
     V: Tensor,
     *rest: Any,
 ) -> list[Tensor | None]:
-    """[dQ, dK, dV, no dBias, no dSoftmaxOffset] (`attention.cpp`); cuDNN's workspace is not modelled.
+    """[dQ, dK, dV, no dBias, that of sinks in fp32] (`attention.cpp`); cuDNN's workspace is not modelled.
 
     Gradients of one packed tensor are views of one packed gradient.
     """
     pairs = _pairs(Q, (cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size)
     output_and_gradient = rest[:2]
     launched(attention_flops(pairs, Q.shape[-1], V.shape[-1], backward=True), Q, K, V, Q, K, V, output_and_gradient)
-    layouts = NVTE_QKV_Layout
+    layouts, sinks = NVTE_QKV_Layout, None
+    if _has_sinks(softmax_type):
+        sinks = torch.empty(1, Q.shape[-2], 1, 1, dtype=torch.float32, device=Q.device)
     if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_T3HD, layouts.NVTE_SBH3D, layouts.NVTE_TH3D):
         dim = -3 if dqkv_layout in (layouts.NVTE_SB3HD, layouts.NVTE_T3HD) else -2
         packed = torch.empty(*Q.shape[: dim + 1], 3, *Q.shape[dim + 1 :], dtype=Q.dtype, device=Q.device)
-        return [*packed.unbind(dim), None, None]
-    return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)] + [None, None]
+        return [*packed.unbind(dim), None, sinks]
+    return [*(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (Q, K, V)), None, sinks]
 
 
 _CASTING_ACTIVATIONS = ("delayed", "mxfp8")
@@ -474,6 +487,7 @@ _FUNCTIONS: dict[str, Any] = {
     "NVTE_Fused_Attn_Backend": NVTE_Fused_Attn_Backend,
     "NVTE_QKV_Layout": NVTE_QKV_Layout,
     "NVTE_Mask_Type": NVTE_Mask_Type,
+    "NVTE_Softmax_Type": NVTE_Softmax_Type,
     "FP8FwdTensors": FP8FwdTensors,
     "FP8BwdTensors": FP8BwdTensors,
     "FusedAttentionParams": FusedAttentionParams,
