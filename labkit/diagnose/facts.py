@@ -154,10 +154,12 @@ FailureKind = Literal[
     "time limit",
     "disk",
     "crash",
+    "rank lost",
     "error",
 ]
 """device memory: asked for by others than PyTorch's allocator. killed: SIGKILL, by whom is not said. device error: an
-illegal access, an assertion, ECC. crash: a signal. error: any other exception."""
+illegal access, an assertion, ECC. crash: a signal. rank lost: a launcher says that a rank failed, and no more. error:
+any other exception."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ SIGNS = (
     _sign(
         "device memory",
         r"CUBLAS_STATUS_ALLOC_FAILED",
+        r"CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
         r"CUDNN_STATUS_ALLOC_FAILED",
         r"CUDA(?: driver)? error: out of memory",
         r"CUDA Error: out of memory",
@@ -44,6 +45,8 @@ SIGNS = (
         r"OUT_OF_MEMORY",
         r"DataLoader worker \(pid.{1,300}?(?:is killed by signal: (?:Killed|Bus)|exited unexpectedly)",
         r"insufficient shared memory",
+        r"failed to extend /dev/shm",
+        r"shm.{0,200}No space left",
     ),
     _sign(
         "collective timeout",
@@ -96,6 +99,7 @@ SIGNS = (
         r"Bus error",
         r"exitcode {0,4}: -(?:11|7|6|4)\b",
     ),
+    _sign("rank lost", r"ChildFailedError", r"Exited with exit code [1-9]"),
     _sign("error", r"^(?:[A-Za-z_][\w.]{0,120}(?:Error|Exception|Interrupt|Exit)|AssertionError)(?::|$)"),
 )
 """The first that a line shows holds."""
@@ -106,8 +110,8 @@ KEYS = tuple(
         "Exception|KeyboardInterrupt|SystemExit|oom-kill|oom_kill|OOMKilled|allocate memory|enough memory|bad_alloc|"
         "illed|DataLoader worker|shared memory|imeout|imed out|aborted|illegal memory|assert triggered|launch failure|"
         "misaligned|Xid|no kernel image|is insufficient|nccl|NCCL|Connection |recvValue|found NaN|found Inf|found nan|"
-        "found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|SIG|exitcode|"
-        "exit code 137|Segmentation|calloc|cudaMalloc"
+        "found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|failed to extend|Exited with|SIG|"
+        "exitcode|exit code 137|Segmentation|calloc|cudaMalloc"
     ).split("|")
 )
 """One of these is in each line that any of the signs is in."""

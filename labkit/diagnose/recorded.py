@@ -35,6 +35,7 @@ _OUTCOMES: dict[FailureKind, Outcome] = {
     "disk": "failed",
     "crash": "rank_died",
     "error": "failed",
+    "rank lost": "rank_died",
 }
 
 

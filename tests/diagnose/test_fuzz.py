@@ -71,7 +71,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(raw)
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(mutated())
 def test_no_damage_crashes_a_reading(raw: bytes) -> None:
     read(raw)
@@ -94,5 +94,5 @@ def test_repeated_beginnings_take_time_in_proportion() -> None:
         "iteration ", "memory (MB) | a", "| Allocated memory ", 'File "', "Process 1 has ", "  exitcode  : ",
         "DataLoader worker (pid ", "\x1b[", "[rank1]: ", "Error", "Theoretical memory footprints: w", "1 allowed; ",
     ):  # fmt: skip
-        read((bit * (200_000 // len(bit)) + "\n" + "Error\n").encode())
-    assert time.process_time() - began < 20  # seconds; one that goes back over itself takes hours
+        read((bit * (50_000 // len(bit)) + "\n" + "Error\n").encode())
+    assert time.process_time() - began < 10  # seconds; one that goes back over itself takes hours

@@ -156,6 +156,8 @@ FAILURES = {
     "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-30T12:00:00 DUE TO TIME LIMIT ***": "time limit",
     "OSError: [Errno 28] No space left on device": "disk",
     "ValueError: sequence length must be positive": "error",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ": "rank lost",
+    "n1:1:2 [0] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-a to 9637892 bytes": "host memory",
 }
 
 

@@ -53,11 +53,6 @@ _ELSE = {
         "ranks that hang; a rank that died first has its own error further up or in its own log.",
         "Find the first rank that failed; a longer --distributed-timeout-minutes only where it was merely slow.",
     ),
-    "collective error": (
-        "Communication between ranks failed.",
-        "NCCL_DEBUG=INFO, and the first rank whose log ends; the others only lost it.",
-        "Check the network and the rank that went first.",
-    ),
     "device error": (
         "The GPU or a kernel failed: not for want of memory.",
         "CUDA_LAUNCH_BLOCKING=1 names the kernel; dmesg and nvidia-smi -q name Xid and ECC errors.",
@@ -85,12 +80,23 @@ _ELSE = {
         "The first rank whose log ends; a core file or faulthandler's traceback.",
         "Versions of driver, CUDA and extensions that do not fit together are the usual reason.",
     ),
+    "collective error": (
+        "Communication between ranks failed.",
+        "NCCL_DEBUG=INFO, and the first rank whose log ends; the others only lost it.",
+        "Check the network and the rank that went first.",
+    ),
     "error": (
         "The program raised an error that has nothing to do with memory.",
         "Its traceback, above.",
         "Mend what it says.",
     ),
+    "rank lost": (
+        "A launcher says that a rank failed; what failed is in that rank's own output, which is not here.",
+        "The logs of the ranks (torchrun --log-dir DIR --redirects 3, srun --label), the root cause's first.",
+        "Give that rank's log.",
+    ),
 }
+"""The kind that says most first: what happened, how to confirm it, what to do."""
 
 
 def not_memory(case: Case) -> Iterator[Finding]:
@@ -99,8 +105,7 @@ def not_memory(case: Case) -> Iterator[Finding]:
     memory = case.first is not None or any(
         each.kind in ("device memory", "host memory", "killed") for each in case.facts.failures
     )
-    # What says more stands before an exception's name; a rank that is lost is a consequence.
-    kinds = sorted({each.kind for each in failures}, key=lambda kind: (kind == "error", kind == "collective error"))
+    kinds = sorted({each.kind for each in failures}, key=list(_ELSE).index)
     if not failures:
         return
     if memory:
