@@ -110,8 +110,8 @@ KEYS = tuple(
         "Exception|KeyboardInterrupt|SystemExit|oom-kill|oom_kill|OOMKilled|allocate memory|enough memory|bad_alloc|"
         "illed|DataLoader worker|shared memory|imeout|imed out|aborted|illegal memory|assert triggered|launch failure|"
         "misaligned|Xid|no kernel image|is insufficient|nccl|NCCL|Connection |recvValue|found NaN|found Inf|found nan|"
-        "found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|failed to extend|Exited with|SIG|"
-        "exitcode|exit code 137|Segmentation|calloc|cudaMalloc"
+        "found inf|oss is |Unexpected result|DUE TO|CANCELLED AT|No space left|quota exceeded|failed to extend|"
+        "Exited with|SIG|exitcode|exit code 137|Segmentation|calloc|cudaMalloc"
     ).split("|")
 )
 """One of these is in each line that any of the signs is in."""
