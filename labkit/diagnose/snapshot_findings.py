@@ -124,8 +124,8 @@ def _pools(source: str, page: DevicePage) -> Iterator[Finding]:
     yield Finding(
         cause="private pools",
         weight="contributes" if page.failures else "note",
-        happened=f"{gib(reserved)} of {gib(page.end.reserved_bytes)} reserved is in {number} of CUDA graphs, "
-        f"{gib(idle)} of it free: no eager operation can use it.",
+        happened=f"{gib(reserved)} of {gib(page.end.reserved_bytes)} reserved is in {number} (CUDA graphs', "
+        f"or torch.cuda.MemPool's), {gib(idle)} of it free: no other operation can use it.",
         evidence=_evidence(source, page, "segments with a segment_pool_id"),
         confirm=("Run it once with --cuda-graph-impl none and compare max reserved.",),
         remedies=("Capture less: a narrower --cuda-graph-modules, or fewer layers and micro-batches.",),

@@ -93,7 +93,7 @@ class Failure(Part):
 
 
 class Pool(Part):
-    """Segments of one private pool at the end (`segment_pool_id`): a CUDA graph's."""
+    """Segments of one private pool at the end (`segment_pool_id`): a CUDA graph's, or of `torch.cuda.MemPool`."""
 
     pool: str
     reserved_bytes: int

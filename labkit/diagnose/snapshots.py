@@ -1,5 +1,6 @@
 """CUDA memory snapshots: each device's page, what ended the run, and what two snapshots differ in."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-_STARTS = (b"\x80", b"(dp", b"}q\0", b"(lp", b"]q\0")
-"""Of pickles of protocol 2 and later; of dictionaries and lists in 0 and 1."""
+_BEGINS = re.compile(
+    rb"\x80|\((?:dp|lp|i[\w.]+\n[\w.]+\n)|[}\]]q\0|c[\w.]+\n[\w.]+\n(?:p\d+\n|q.|\()"
+)  # fmt: skip
+"""Pickles of protocol 2 and later; in protocols 0 and 1 of dictionaries, of lists, and of what would be imported."""
 _LINES, _STRETCHES, _FAILURES = 200, 200, 5
 _MOST_DEVICES = 64
 _FEWEST_STEPS, _GROWN, _MOSTLY, _GROWING_LINES = 3, 0.01, 0.9, 5
@@ -52,7 +55,7 @@ class SnapshotReading(Reading):
 
 def accepts(head: bytes) -> bool:
     """Whether it begins like a pickle."""
-    return head.startswith(_STARTS)
+    return _BEGINS.match(head) is not None
 
 
 def read(source: Source) -> SnapshotReading:

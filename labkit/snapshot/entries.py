@@ -22,8 +22,9 @@ def _counted(prefix: bytes, most: int) -> bytes:
 
 GET = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|%b)" % _counted(rb"\x8a", 8)
-_INLINE_FRAME = rb"\}\x94\((?:%b|%b)*+u" % (GET, _INT)
-_FRAMES = rb"\]\x94(?:\((?:%b|%b)*+e|%ba)" % (GET, _INLINE_FRAME, GET)
+_INLINE_FRAME = rb"\}\x94\((?:%b|%b){0,40}+u" % (GET, _INT)
+# Longer ones, which would be searched again for each pattern, are read opcode by opcode.
+_FRAMES = rb"\]\x94(?:\((?:%b|%b){0,2000}+e|%ba)" % (GET, _INLINE_FRAME, GET)
 _KINDS = {
     "reference": GET,
     "pair": rb"%b%b\x86\x94" % (_INT, _INT),
@@ -55,7 +56,7 @@ _WITH_FRAMES = re.compile(_FRAMES, re.DOTALL)
 _MOST_PATTERNS, _MOST_ACTIONS, _MOST_POOLS, _MOST_NUMBERS = 24, 100, 1000, 2**18
 _MOST_STACK_BYTES = 2**28
 """Of stack traces that differ, as the file has them."""
-_MOST_ENTRIES = 10_000_000
+_MOST_ENTRIES = 8_000_000
 _LIMIT = 2**63
 _SHORT = 2
 """Bytes of the opcode BINGET."""

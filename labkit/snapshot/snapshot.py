@@ -22,7 +22,7 @@ _MOST_FRAMES = 10_000
 _MOST_BYTES = 2**60
 """That all allocations of a trace or all blocks may have together: sums stay within 64 bits."""
 _LIMIT = 2**63
-_LONGEST_NAME = 4096
+_LONGEST_NAME = 500
 
 
 class Frame(NamedTuple):
@@ -35,7 +35,7 @@ class Frame(NamedTuple):
     @property
     def is_python(self) -> bool:
         """Whether it is Python's, and not C++'s."""
-        return self.file.endswith((".py", ">")) or ("<" not in self.name and "ipykernel" in self.file)
+        return self.file.endswith((".py", ">"))
 
 
 class Block(NamedTuple):

@@ -307,7 +307,7 @@ def test_private_pools_and_waiting_blocks_are_findings(tmp_path: Path) -> None:
 
     diagnosis = diagnosed(tmp_path, changed(pool_and_wait))
     said = [finding.happened for finding in diagnosis.findings]
-    assert any("1 private pool of CUDA graphs" in sentence for sentence in said)
+    assert any("1 private pool (CUDA graphs'" in sentence for sentence in said)
     assert any("free_requested without free_completed" in sentence for sentence in said)
     assert page_of(diagnosis).pools[0].pool == "(1, 3)"
 
@@ -328,6 +328,20 @@ def test_what_was_freed_before_anybody_saw_it_allocated_has_a_line_of_its_own(tm
     entries.append({"action": "alloc", "addr": 1024, "size": 40, "stream": 0, "frames": frames})
     content = pickle.dumps({"segments": [], "device_traces": [entries]})
     assert page_of(diagnosed(tmp_path, content)).live[0].site == BEFORE.place
+
+
+class Runs:
+    """Unpickled by Python it would run something."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return print, ("run",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("value", [Runs(), {"segments": [Runs()]}, [Runs()]], ids=["itself", "inside", "in a list"])
+def test_a_pickle_that_would_run_something_is_refused_by_name(tmp_path: Path, value: object, protocol: int) -> None:
+    with pytest.raises(InputError, match=r"it names (builtins|__builtin__)\.print$"):
+        diagnosed(tmp_path, pickle.dumps(value, protocol))
 
 
 def test_names_in_a_snapshot_are_text(tmp_path: Path) -> None:
