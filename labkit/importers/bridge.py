@@ -8,7 +8,6 @@ is imported or called. Fields become a workload through the same table as Megatr
 Source: Megatron Bridge 0.6.2, `training.config`, `training.mixed_precision`, `training.comm_overlap`, `training.setup`.
 """
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from math import lcm
@@ -21,11 +20,20 @@ from labkit.importers.fields import EXPRESSED, Arguments, fields
 from labkit.importers.huggingface import config_file, count, load_config, model_name, read_config
 from labkit.importers.imported import Imported, backend_note, checked
 from labkit.importers.keys import Keys
+from labkit.importers.recipe_values import (
+    DTYPES,
+    backend,
+    coefficient,
+    exchange,
+    fields_of,
+    layout,
+    pattern,
+    words,
+)
 from labkit.importers.silent import decides_no_memory
 from labkit.workload import Model
 from labkit.workload.files import data_directory, load_mapping, parse_mapping
 from labkit.workload.gpu import GPUS
-from labkit.workload.megatron_options import OPTIONS
 from labkit.workload.workload import shown
 
 type Fields = dict[str, Any]
@@ -34,11 +42,6 @@ _PROVIDER, _LATENT, _HYBRID = "GPTModelProvider", "MLAModelProvider", "HybridMod
 _SECTIONS = {"ddp": "DistributedDataParallelConfig", "optimizer": "OptimizerConfig"}
 """Sections all of whose fields are looked at, beside the model's, and their classes."""
 _READ = frozenset("train dataset tokenizer env_vars mixed_precision comm_overlap dist logger peft model".split())
-_DTYPES = {
-    **dict.fromkeys(("float32", "float", "fp32"), "fp32"),
-    **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
-    **dict.fromkeys(("float16", "half", "fp16"), "fp16"),
-}
 _HERE = frozenset(
     """grad_reduce_in_fp32 average_in_collective share_embeddings_and_output_weights activation_func
     original_max_position_embeddings yarn_original_max_position_embeddings hybrid_layer_pattern hybrid_override_pattern
@@ -48,15 +51,8 @@ _HERE = frozenset(
 """Fields that are read by name in this file."""
 _SEVERAL = ("moe_layer_freq", "moe_aux_loss_coeff")
 """Numbers that may be lists."""
-_OPTION_NAMES = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
-_NOT_TRACED = ("tp_comm_overlap",)
-"""Options of Megatron-LM that its trace does not run."""
-_PIPELINE_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Of `PipelineParallelLayerLayout`."""
 _MODEL_IDS = ("hf_model_id", "hf_path", "hf_model_name_or_path", "from_hf_pretrained")
-_EXPONENT = re.compile(r"[-+]?[0-9]{1,20}(\.[0-9]{0,20})?[eE][-+]?[0-9]{1,3}")
 _MAMBA_CHUNK = 128
-_MOST_LAYERS = 2000
 
 
 @cache
@@ -117,7 +113,7 @@ class _Recipe:
         stated = self.keys.part("model")
         self.target = str(stated.plain("_target_", ""))[:200]
         inner = stated.part("transformer")
-        self.stated = {**_fields_of(stated), **_fields_of(inner)}
+        self.stated = {**fields_of(stated), **fields_of(inner)}
         self.stated.pop("transformer", None)
         self.from_config: Fields = {}
         self.bridge: Fields = {}
@@ -141,7 +137,7 @@ class _Recipe:
     @property
     def keeps_remainders(self) -> bool:
         """`OptimizerConfig.store_param_remainders`."""
-        return self._optimizer_keys().flag("store_param_remainders", True)
+        return self.keys.part("optimizer").flag("store_param_remainders", True)
 
     def take_model(self, config: Mapping[str, Any], source: str) -> None:
         """The model of a `config.json`, as a family's `provider_bridge` makes a provider of it."""
@@ -179,7 +175,7 @@ class _Recipe:
         given = self._given(model, ddp, optimizer)
         values = {**self._values(model, ddp, optimizer), "world_size": world}
         self._named()
-        written = {name: words for name, value in given.items() if (words := _words(name, value)) is not None}
+        written = {name: said for name, value in given.items() if (said := words(name, value)) is not None}
         options = _Places({name: f"{section}.{name}" for section, name in self._places(model, ddp, optimizer)})
         return Arguments(values, given, options, self._config(model), written)
 
@@ -211,16 +207,13 @@ class _Recipe:
     def _section(self, name: str, common: Fields) -> Fields:
         """A section's fields: stated, else of its class where it is a whole one, else of the common recipe."""
         base = _tables()["defaults"][_SECTIONS[name]]
-        stated = _fields_of(self.keys.part(name))
+        stated = fields_of(self.keys.part(name))
         whole = stated.pop("_target_", None) is not None
         if not whole and name not in self.keys.mapping:
             self.assumed.append(f"{name}: not given; as in Megatron Bridge's common recipe of pretraining")
         found = {**base, **({} if whole else common), **stated}
         self._typed(name, found, base)
         return found
-
-    def _optimizer_keys(self) -> Keys:
-        return self.keys.part("optimizer")
 
     def _typed(self, section: str, found: Fields, base: Mapping[str, Any]) -> None:
         """Refuse values of another type than their default's, where they decide something."""
@@ -257,7 +250,7 @@ class _Recipe:
             return {**base, **recipes[name]}
         if not isinstance(stated, dict):
             raise InputError(f"{self.source}: mixed_precision: should be a name or a mapping (got {shown(stated)})")
-        found = _fields_of(self.keys.part("mixed_precision"))
+        found = fields_of(self.keys.part("mixed_precision"))
         if found.pop("_target_", None) is None:
             base = {**base, **tables["mixed_precision"][tables["common"]["mixed_precision"]]}
         found = {**base, **found}
@@ -306,8 +299,8 @@ class _Recipe:
             "optimizer": (optimizer, defaults[_SECTIONS["optimizer"]]),
             "ddp": (ddp, defaults[_SECTIONS["ddp"]]),
         }
-        for section, (fields_of, known) in {**sections, "model": (model, taken)}.items():
-            for name, value in fields_of.items():
+        for section, (stated, known) in {**sections, "model": (model, taken)}.items():
+            for name, value in stated.items():
                 if name in _HERE or name in _silent() or name == "_target_":
                     continue
                 if name not in known and name not in EXPRESSED and not decides_no_memory(name) and value is not None:
@@ -343,7 +336,7 @@ class _Recipe:
         dtypes = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         return {
             "decoder_num_layers": None,
-            "hybrid_layer_pattern": _pattern(keys),
+            "hybrid_layer_pattern": pattern(keys),
             "untie_embeddings_and_output_weights": not keys.flag("share_embeddings_and_output_weights", True),
             "seq_length": length,
             "micro_batch_size": train.integer("micro_batch_size", common["micro_batch_size"]),
@@ -358,7 +351,7 @@ class _Recipe:
             or keys.optional_integer("original_max_position_embeddings"),
             "rotary_base": max(1, round(keys.number("rotary_base", 10000.0))),
             "rotary_percent": keys.number("rotary_percent", 1.0, most=1.0),
-            "pipeline_model_parallel_layout": _layout(keys),
+            "pipeline_model_parallel_layout": layout(keys),
             "transformer_impl": keys.text("transformer_impl", "transformer_engine"),
             "use_distributed_optimizer": ddp["use_distributed_optimizer"],
             "overlap_grad_reduce": ddp["overlap_grad_reduce"],
@@ -367,7 +360,7 @@ class _Recipe:
             "ddp_average_in_collective": ddp["average_in_collective"],
             "optimizer": optimizer["optimizer"],
             "use_precision_aware_optimizer": optimizer["use_precision_aware_optimizer"],
-            **{name: _DTYPES.get(str(optimizer[name]), optimizer[name]) for name in dtypes},
+            **{name: DTYPES.get(str(optimizer[name]), optimizer[name]) for name in dtypes},
             "fp8_recipe": optimizer["fp8_recipe"] or "delayed",
             "sgd_momentum": optimizer["sgd_momentum"],
             "clip_grad": optimizer["clip_grad"],
@@ -425,9 +418,9 @@ class _Recipe:
     def _config(self, model: Fields) -> Fields:
         """`TransformerConfig` after its `__post_init__`, as far as fields read it."""
         keys = Keys(model, self.source, "model.")
-        pattern = _pattern(keys)
-        found = {**model, "attention_backend": _backend(keys), "cp_comm_type": _exchange(keys)}
-        found["num_layers"] = len(pattern.partition("/")[0].replace("|", "")) if pattern else model["num_layers"]
+        layers = pattern(keys)
+        found = {**model, "attention_backend": backend(keys), "cp_comm_type": exchange(keys)}
+        found["num_layers"] = len(layers.partition("/")[0].replace("|", "")) if layers else model["num_layers"]
         found["activation_func"] = self._activation(keys)
         hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
         found["ffn_hidden_size"] = keys.integer("ffn_hidden_size", 4 * hidden)
@@ -435,7 +428,7 @@ class _Recipe:
         found["kv_channels"] = keys.optional_integer("kv_channels") or max(1, hidden // heads)
         if model["num_moe_experts"]:
             found["moe_ffn_hidden_size"] = keys.integer("moe_ffn_hidden_size", found["ffn_hidden_size"])
-            found["moe_aux_loss_coeff"] = _coefficient(keys)
+            found["moe_aux_loss_coeff"] = coefficient(keys)
         group = keys.integer("pipeline_model_parallel_size", 1)
         found["microbatch_group_size_per_vp_stage"] = keys.integer("microbatch_group_size_per_vp_stage", group)
         self._stays(keys)
@@ -487,81 +480,3 @@ def _provider(target: str, known: Mapping[str, Any], source: str) -> str:
     if known.get("multi_latent_attention") or any(part in name for part in latent):
         return _LATENT
     return _PROVIDER
-
-
-def _fields_of(section: Keys) -> Fields:
-    return {name: _resolved(value) for name, value in section.mapping.items()}
-
-
-def _resolved(value: Any) -> Any:
-    """Plain data for what names a function, an enumeration or a dtype (`_target_`); nothing is imported."""
-    if isinstance(value, list):
-        return [_resolved(each) for each in value]
-    if isinstance(value, str):
-        # YAML 1.1 has a text for 1e-5, OmegaConf a number.
-        return float(value) if _EXPONENT.fullmatch(value) else _DTYPES.get(value.removeprefix("torch."), value)
-    if not isinstance(value, dict):
-        return value
-    target = value.get("_target_")
-    if isinstance(target, str) and ("_call_" in value or "_args_" in value or len(value) == 1):
-        if isinstance(value.get("_name_"), str):
-            return value["_name_"]
-        return _DTYPES.get(target.removeprefix("torch."), target)
-    return {name: _resolved(each) for name, each in value.items()}
-
-
-def _words(name: str, value: Any) -> list[str] | None:
-    """A field as Megatron-LM's command line has it; None if that has no such option."""
-    option = _OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
-    if option not in OPTIONS or name in _NOT_TRACED or value is None or value is False:
-        return None
-    if value is True:
-        return [option]
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, str | int | float) for each in values):
-        return None
-    texts = [str(each) for each in values]
-    return [option, ",".join(texts)] if name == "window_size" else [option, *texts]
-
-
-def _pattern(model: Keys) -> str | None:
-    """A hybrid model's layers, those of multi-token prediction behind a /."""
-    main = model.text("hybrid_layer_pattern", "") or model.text("hybrid_override_pattern", "")
-    depths = model.integer("mtp_num_layers", 0, least=0, most=64)
-    one = model.text("mtp_hybrid_override_pattern", "")
-    if not main or len(main) > 2 * _MOST_LAYERS:
-        return main or None
-    return main if "/" in main or not one else main + f"/{one}" * depths
-
-
-def _layout(model: Keys) -> str | None:
-    """The pipeline's stages in Megatron's notation: Bridge has lists of names, one a stage."""
-    stages = model.plain("pipeline_model_parallel_layout")
-    if stages is None or isinstance(stages, str):
-        return stages
-    if isinstance(stages, list) and all(isinstance(stage, list) for stage in stages):
-        flat = [name for stage in stages for name in stage]
-        if all(isinstance(name, str) and name in _PIPELINE_SYMBOLS for name in flat) and len(flat) <= 2 * _MOST_LAYERS:
-            return "|".join("".join(_PIPELINE_SYMBOLS[name] for name in stage) for stage in stages)
-    raise InputError(
-        f"{model.source}: model.pipeline_model_parallel_layout: should be a text, or a list of stages of "
-        f"{', '.join(_PIPELINE_SYMBOLS)}"
-    )
-
-
-def _backend(model: Keys) -> str:
-    return model.choice("attention_backend", ("auto", "fused", "flash", "unfused", "local"), "auto")
-
-
-def _exchange(model: Keys) -> Any:
-    """`cp_comm_type`: one for all layers, or a list of one."""
-    kind = model.plain("cp_comm_type", "p2p")
-    return kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-
-
-def _coefficient(model: Keys) -> float:
-    stated = model.plain("moe_aux_loss_coeff", 0.0)
-    values = stated if isinstance(stated, list) else [stated]
-    if not values or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
-        raise InputError(f"{model.source}: model.moe_aux_loss_coeff: should be a number (got {shown(stated)})")
-    return float(max(values))

@@ -17,10 +17,11 @@ import pytest
 import yaml
 
 from labkit.errors import InputError
-from labkit.importers.bridge import _resolved, _silent, _tables, import_bridge
+from labkit.importers.bridge import _silent, _tables, import_bridge
 from labkit.importers.fields import _MEANING, EXPRESSED
 from labkit.importers.imported import backend_note
 from labkit.importers.megatron import import_megatron
+from labkit.importers.recipe_values import resolved
 from labkit.importers.silent import SILENT, decides_no_memory
 from labkit.workload import Workload
 from labkit.workload.attention_backends import attention_backend
@@ -273,7 +274,7 @@ def test_defaults_of_recipes_are_megatrons(found: dict[str, Found]) -> None:
 def test_configuration_of_an_imported_recipe_is_the_recipes(found: dict[str, Found], name: str) -> None:
     assert "error" not in found[name], found[name]["error"]
     config = found[name]["configuration"]
-    recipe = _resolved(yaml.safe_load((Path(__file__).with_name("recipes") / f"{name}.yaml").read_text())["model"])
+    recipe = resolved(yaml.safe_load((Path(__file__).with_name("recipes") / f"{name}.yaml").read_text())["model"])
     recipe["activation_func"] = recipe["activation_func"].rpartition(".")[2]
     compared = {
         field: [value, config[field]] for field, value in recipe.items() if field in config and value is not None
