@@ -45,6 +45,7 @@ _GRAD_SYNC = (
 _SYNC_FUNCTIONS = ("sync", "finalize", "reduce")
 _SETUP_FUNCTIONS = ("__init__", "get_model", "setup_model_and_optimizer", "load_checkpoint", "model_provider")
 _BACKWARD_FUNCTIONS = ("backward", "backward_step", "_engine_run_backward", "custom_backward")
+_NATIVE_TELLING = ("torch::autograd::generated::", "at::native::", "at::", "c10d::")
 _RECOMPUTING = (
     "/torch/utils/checkpoint.py",
     "/megatron/core/tensor_parallel/random.py",
@@ -92,20 +93,32 @@ def site_of(stack: Sequence[Frame]) -> Site:
         caller = next(telling, None)
         return Site(described(place), described(caller) if caller else "")
     python = (frame for frame in stack if _marks(frame) & _PYTHON)
-    return Site(described(place), "") if (place := next(python, None)) else NATIVE
+    if place := next(python, None):
+        return Site(described(place), "")
+    return _native_site(stack)
+
+
+def _native_site(stack: Sequence[Frame]) -> Site:
+    """Of C++ alone: autograd's function, if one is there; else the innermost of PyTorch's operators."""
+    for prefix in _NATIVE_TELLING:
+        for frame in stack:
+            if frame.name.startswith(prefix):
+                return Site(frame.name.partition("(")[0], "")
+    return NATIVE
 
 
 def moment_of(stack: Sequence[Frame]) -> Moment:
     """In which phase of a training step code with this stack trace runs, by names of Megatron's and PyTorch's files.
 
-    A stack trace without any Python is autograd's own thread, where PyTorch's backward functions in C++ run.
+    A stack trace without any Python is autograd's own thread, where PyTorch's backward functions in C++ run, unless its
+    C++ frames say otherwise.
     """
     marks = _Mark(reduce(or_, map(_marks, stack), 0))
     if _Mark.SYNC in marks and _Mark.HOOK not in marks:
         return "grad_sync"
     if _Mark.OPTIMIZER in marks:
         return "optimizer"
-    if marks & (_Mark.BACKWARD | _Mark.HOOK) or _Mark.PYTHON not in marks:
+    if marks & (_Mark.BACKWARD | _Mark.HOOK) or not stack:
         return "recompute" if _Mark.RECOMPUTE in marks and _recomputes(stack) else "backward"
     if _Mark.SETUP in marks:
         return "setup"

@@ -15,6 +15,7 @@ _SHOWN = 15
 _WIDTH, _HEIGHT = 76, 8
 """Characters of the chart."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_LETTERS = {"setup": "s", "forward": "f", "backward": "b", "recompute": "r", "grad_sync": "g", "optimizer": "o"}
 
 
 class Point(Part):
@@ -233,7 +234,7 @@ def _lines(page: DevicePage) -> "Table":
 
 
 def chart_rows(points: Sequence[Point]) -> list[str]:
-    """A chart in text: allocated as blocks, reserved as a dotted line above them, from the first entry to the last."""
+    """A chart in text, from the first entry to the last: allocated as blocks, reserved dotted above, phases below."""
     if not points:
         return []
     columns = [points[len(points) * place // _WIDTH : len(points) * (place + 1) // _WIDTH] for place in range(_WIDTH)]
@@ -250,5 +251,10 @@ def chart_rows(points: Sequence[Point]) -> list[str]:
             cells += "·" if dotted else _EIGHTHS[eighths]
         label = gib(top * (row + 1) // _HEIGHT) if row in (_HEIGHT - 1, _HEIGHT // 2 - 1) else ""
         rows.append(f"{label:>10} ┤{cells}")
-    rows.append(f"{'':>10} └{'─' * len(columns)}  █ allocated · reserved")
+    peak = allocated.index(max(allocated))
+    rows.append(f"{'':>10} └{'─' * peak}▲{'─' * (len(columns) - peak - 1)}  █ allocated · reserved ▲ peak")
+    fullest = [max(column, key=lambda point: point.allocated_bytes) for column in columns]
+    named = [phase for phase in _LETTERS if any(point.phase == phase for point in fullest)]
+    legend = ", ".join(f"{_LETTERS[phase]} {phase.replace('_', ' ')}" for phase in named)
+    rows.append(f"{'':>10}  {''.join(_LETTERS.get(point.phase, ' ') for point in fullest)}  {legend}")
     return rows

@@ -190,6 +190,14 @@ def test_the_line_is_the_innermost_that_is_no_plumbing() -> None:
     assert site_of(stack).caller == "megatron/core/transformer/transformer_layer.py:470 _forward_mlp"
     assert site_of(stack[:2]).place == "torch/functional.py:12 einsum"
     assert site_of(stack[:1]) == site_of([]) == NATIVE
+    engine = [
+        Frame("??", 0, "at::_ops::mm::call(at::Tensor const&, at::Tensor const&)"),
+        Frame("??", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"),
+        Frame("??", 0, "torch::autograd::Engine::evaluate_function(std::shared_ptr<torch::autograd::GraphTask>&)"),
+    ]
+    assert site_of(engine).place == "torch::autograd::generated::MmBackward0::apply"
+    assert site_of(engine[:1]).place == "at::_ops::mm::call"
+    assert (moment_of(engine), moment_of(engine[:1])) == ("backward", "unknown")
     assert short_path("/scratch/me/work/experiments/train.py") == "work/experiments/train.py"
 
 
