@@ -29,6 +29,8 @@ class Case:
     def __init__(self, facts: Facts, stated: Stated | None = None) -> None:
         self.facts = facts
         self.stated = stated
+        self.why_no_estimate = ""
+        """Why a stated workload has none, once it was asked for."""
 
     @property
     def first(self) -> OutOfMemory | None:
@@ -44,7 +46,8 @@ class Case:
         try:
             made = estimate(self.stated.workload)
             _ = made.peak_allocated_bytes
-        except LabkitError:
+        except LabkitError as error:
+            self.why_no_estimate = str(error)
             return None
         return made
 

@@ -119,7 +119,8 @@ KEYS = tuple(
 
 def sign(text: str) -> tuple[FailureKind, int] | None:
     """What a line says failed, and where in it; None if nothing."""
+    begun = text.lstrip()
     for each in SIGNS:
-        if found := each.pattern.search(text):
-            return each.kind, found.start()
+        if found := each.pattern.search(begun):
+            return each.kind, len(text) - len(begun) + found.start()
     return None

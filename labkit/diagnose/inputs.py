@@ -68,7 +68,8 @@ def _opened(path: Path | None) -> Iterator[Source]:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{path}: is no regular file")
+        kind = "a folder; give its files" if path.is_dir() else "no regular file"
+        raise InputError(f"{path}: is {kind}")
     with os.fdopen(descriptor, "rb") as file:
         head = file.read(HEAD)
         file.seek(0)

@@ -19,9 +19,12 @@ _CUT = re.compile(r"[\r\\]|.\[[rdR]", re.DOTALL)
 _PREFIX = re.compile(
     r"\s*(?:\[rank(?P<rank>\d{1,7})\]:?"
     r"|\[[A-Za-z_]{1,16}(?P<local>\d{1,7})\]:"
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]{0,10}Z?\]?:?(?=\s)"
     r"|\[\d{1,7},(?P<mpi>\d{1,7})\]<std(?:err|out)>:?"
     r"|(?P<task>\d{1,7}):(?=\s))"
 )
+
+_MOST_PREFIXES = 8
 
 
 class Line(NamedTuple):
@@ -104,7 +107,10 @@ def _prefixes(text: str) -> tuple[int, int | None]:
     """Where the text behind its prefixes begins, and the rank they name; PyTorch's own knows best."""
     end = 0
     ranks: dict[str, int] = {}
-    while (found := _PREFIX.match(text, end)) and len(ranks) < 8:
+    for _ in range(_MOST_PREFIXES):
+        found = _PREFIX.match(text, end)
+        if found is None:
+            break
         end = found.end()
         ranks |= {name: int(value) for name, value in found.groupdict().items() if value is not None}
     return end, next((ranks[name] for name in ("rank", "mpi", "task", "local") if name in ranks), None)

@@ -14,8 +14,8 @@ from labkit.errors import InputError
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path in (pipe, tmp_path):
-        with pytest.raises(InputError, match="no regular file"):
+    for path, said in ((pipe, "no regular file"), (tmp_path, "a folder; give its files")):
+        with pytest.raises(InputError, match=said):
             diagnose([path])
 
 

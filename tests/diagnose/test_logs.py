@@ -85,6 +85,8 @@ def test_a_traceback_says_the_phase(place: str) -> None:
         ("[default3]:", 3),
         ("[default0]:[rank11]: ", 11),
         ("  3: ", 3),
+        ("2026-11-30T12:00:00.123Z [rank3]: ", 3),
+        ("[2026-11-30 12:00:00,123] ", None),
         ("12: [rank3]: ", 3),
         ("[1,3]<stderr>:", 3),
         ("\x1b[31m[rank3]:\x1b[0m ", 3),
@@ -156,6 +158,8 @@ FAILURES = {
     "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-30T12:00:00 DUE TO TIME LIMIT ***": "time limit",
     "OSError: [Errno 28] No space left on device": "disk",
     "ValueError: sequence length must be positive": "error",
+    "2026-11-30 12:00:00 [rank1]: ValueError: sequence length must be positive": "error",
+    "[2026-11-30 12:00:00,123] KeyError: 'x'": "error",
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ": "rank lost",
     "n1:1:2 [0] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-a to 9637892 bytes": "host memory",
 }

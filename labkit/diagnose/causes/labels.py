@@ -46,9 +46,8 @@ def moved(case: Case) -> Iterator[Finding]:
     yield Finding(
         cause="moved bottleneck",
         weight="note",
-        happened=f"Recomputing {label} leaves {size(lower)} less for backward, but the peak falls by "
-        f"{size(max(fell, 0))} "
-        f"only: {holds} of iteration {now.summary.peak_iteration} holds it now (by estimate).",
+        happened=f"Recomputing {label} leaves {size(lower)} less for backward, but the peak falls by only "
+        f"{size(max(fell, 0))}: {holds} of iteration {now.summary.peak_iteration} holds it now (by estimate).",
         evidence=(stated.evidence,),
         confirm=(
             "labkit estimate shows each phase's peak; max allocated after iteration 1 and 2 in the log should agree.",
