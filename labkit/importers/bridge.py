@@ -39,6 +39,8 @@ from labkit.workload.workload import shown
 type Fields = dict[str, Any]
 
 _PROVIDER, _LATENT, _HYBRID = "GPTModelProvider", "MLAModelProvider", "HybridModelProvider"
+_PROVIDERS = (_PROVIDER, _LATENT, _HYBRID, "MambaModelProvider", "GPTModelConfig", "HybridModelConfig")
+"""Classes whose defaults are known."""
 _SECTIONS = {"ddp": "DistributedDataParallelConfig", "optimizer": "OptimizerConfig"}
 """Sections all of whose fields are looked at, beside the model's, and their classes."""
 _READ = frozenset("train dataset tokenizer env_vars mixed_precision comm_overlap dist logger peft model".split())
@@ -188,6 +190,7 @@ class _Recipe:
         defaults = _tables()["defaults"]
         known = {**self.bridge, **self.from_config, **self.stated}
         provider = _provider(self.target, known, self.source)
+        self._named_provider(provider)
         base = {**defaults[_PROVIDER], **({} if provider == _PROVIDER else defaults[provider])}
         found = {**base, **known}
         found.pop("_target_", None)
@@ -197,6 +200,14 @@ class _Recipe:
                 raise InputError(f"{self.source}: model.{name} is missing{self._where_from()}")
         found["multi_latent_attention"] = bool(found["multi_latent_attention"]) or provider == _LATENT
         return found
+
+    def _named_provider(self, provider: str) -> None:
+        """Say where a class of another name, of an older Bridge or the user's own, may have other defaults."""
+        name = self.target.rpartition(".")[2]
+        if name and name not in _PROVIDERS and not self.from_config:
+            self.assumed.append(
+                f"model: {name[:80]} has defaults of its own; what the file leaves out is taken as {provider}'s"
+            )
 
     def _where_from(self) -> str:
         """What would complete the model."""

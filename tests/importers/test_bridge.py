@@ -161,6 +161,17 @@ def test_numbers_as_recipes_write_them(tmp_path: Path) -> None:
     assert import_bridge(path).workload.model.rotary_base == 50000
 
 
+def test_a_provider_of_another_name_may_have_other_defaults(tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    own = {**OVERRIDES, "model": {"_target_": "megatron.bridge.models.Llama3ModelProvider", **sizes}}
+    found = imported(own, tmp_path)
+    assert found.workload.model.normalization == "LayerNorm"
+    said = "model: Llama3ModelProvider has defaults of its own; what the file leaves out is taken as GPTModelProvider's"
+    assert said in found.assumed
+    named = {**own, "model": {"_target_": own["model"]["_target_"]}}
+    assert not [note for note in with_config(named, tmp_path).assumed if "defaults of its own" in note]
+
+
 def test_names_are_data(tmp_path: Path) -> None:
     written = {"_target_": "os.system", "_args_": ["touch " + str(tmp_path / "made")], "_call_": True}
     recipe = {**OVERRIDES, "model": {**OVERRIDES["model"], "init_method": written}, "logger": written}
