@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "importers": TABLE | {"console", "memory", "drivers", "importers"},
     "study": TABLE | {"console", "memory", "drivers", "study"},
     "plan": TABLE | {"memory", "plan"},
-    "admission": TABLE | {"memory", "plan", "admission"},
+    "admission": TABLE | {"memory", "plan", "diagnose", "admission"},
     "check": GROUND | {"study"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "report": TABLE | {"console", "report"},

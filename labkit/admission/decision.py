@@ -224,7 +224,7 @@ class Decision:
         return self.record.model_dump_json()
 
     def explain(self, error: Any, micro_batch: int | None = None) -> "Explanation":
-        """What a later out-of-memory error means, by these figures: see `labkit.admission.explain`."""
+        """What a later out-of-memory error means, by these figures: see `labkit.admission.oom.explain`."""
         from labkit.admission.oom import explain
 
         return explain(error, self, micro_batch)

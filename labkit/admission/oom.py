@@ -1,39 +1,17 @@
 """What a later out-of-memory error means, by the figures of the decision that let it run."""
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from labkit.admission.decision import Figures, held
+from labkit.diagnose.facts import LONGEST_QUOTE, Evidence
+from labkit.diagnose.oom import parse
 from labkit.errors import InputError
 from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB
 
 if TYPE_CHECKING:
     from labkit.admission.decision import Decision
-
-_UNITS = {
-    "bytes": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 2**10,
-    "mb": 2**20,
-    "gb": 2**30,
-}
-"""PyTorch's messages count in powers of two, also where old ones write MB."""
-_SIZE = r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(bytes|[KMGT]i?B)"
-_PATTERNS = {
-    "requested_bytes": rf"Tried to allocate {_SIZE}",
-    "total_bytes": rf"(?:total capacity of {_SIZE}|{_SIZE} total capacity)",
-    "free_bytes": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
-    "allocated_bytes": rf"(?:{_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
-    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch",
-}
-_LONGEST = 2**16
 
 
 class Numbers(Part):
@@ -64,22 +42,17 @@ class Numbers(Part):
             ):
                 raise InputError(f"the error: give whole bytes of {', '.join(cls.model_fields)}")
             return cls(**dict(error))
-        text = str(error)[:_LONGEST]
-        found = {name: _first(pattern, text) for name, pattern in _PATTERNS.items()}
-        if found["requested_bytes"] is None:
-            raise InputError("the error: no 'Tried to allocate'; give the text of a torch.OutOfMemoryError")
-        reserved, allocated = found.pop("reserved_bytes"), found["allocated_bytes"]
-        if found["unallocated_bytes"] is None and reserved is not None and allocated is not None:
-            found["unallocated_bytes"] = max(reserved - allocated, 0)
-        return cls(**found)
-
-
-def _first(pattern: str, text: str) -> int | None:
-    match = re.search(pattern, text, re.IGNORECASE)
-    if match is None:
-        return None
-    number, unit = [each for each in match.groups() if each is not None][:2]
-    return round(float(number) * _UNITS[unit.lower()])
+        text = str(error)
+        found = parse(text, Evidence.quote("error", None, text[:LONGEST_QUOTE]))
+        if found.requested is None:
+            raise InputError("the error: it does not say what was asked for; give the text of a torch.OutOfMemoryError")
+        return cls(
+            requested_bytes=found.requested,
+            total_bytes=found.capacity,
+            free_bytes=found.free,
+            allocated_bytes=found.allocated,
+            unallocated_bytes=found.unallocated,
+        )
 
 
 class Explanation(Part):

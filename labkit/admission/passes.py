@@ -64,6 +64,11 @@ class Sums(NamedTuple):
             max(self.longest, other.longest),
         )
 
+    def times(self, count: int) -> "Sums":
+        """So many of them."""
+        sequences, tokens, padded, behind, longest = self
+        return Sums(sequences * count, tokens * count, padded * count, behind * count, longest)
+
 
 type Way = tuple[Sums, int]
 """Sequences, and how many tokens of a prefix they share."""

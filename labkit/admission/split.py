@@ -5,8 +5,10 @@ Packing bins is a hard problem, and a shared prefix makes it harder. What is fou
 proven apart (`_least_count`, `_apart`). Where both are equal, no split has fewer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from heapq import heapreplace
 from operator import add
 from typing import NamedTuple
 
@@ -16,9 +18,11 @@ from labkit.admission.passes import Load, Pass, Prices, Sums, Way
 from labkit.admission.requests import Item
 from labkit.memory.extent import Extent
 
-_TRIED = 4
-"""Numbers of micro-batches for which requests are spread anew, from the least on."""
-_HALVINGS = 5
+_PACE = 64
+"""Numbers of micro-batches are tried one by one up to here, and in so many steps from one to its double further on."""
+_HALVINGS = 4
+_FEW = 64
+"""Items, of which every one may be looked at beside every other."""
 _NEARLY = 1.05
 """Bins that weigh more than what has room need not be priced; weights are that near."""
 
@@ -78,27 +82,42 @@ class _Spreading:
         self.sums = [run.sums(item.lengths, 0 if item.prefix is None else prefixes[item.prefix]) for item in items]
         self.weights: list[float] = []
         self.capacity = 0.0
+        self.fewest = len(items)
+        """Micro-batches of the best split so far."""
 
     def split(self) -> Split:
         """See the module."""
         run, everything = self.run, range(len(self.items))
-        nothing = run.prices([(run.sums((1,), 0), 0)]).needed[0]
+        together = self.priced([everything])
+        if together.worst <= run.limit:
+            return Split([self._batch(everything, together, 0)], [], 1)
         single = self.priced([[each] for each in everything])
         large = [each for each in everything if single.needed[each] > run.limit]
         lonely = [_closer(run, self._batch([each], single, each)) for each in large]
         unfit = [each for each in lonely if each.needed > run.limit]
         if unfit:
             return Split([], unfit, 0)
-        # What items weigh beside each other: a rule of thumb, by which they are spread before they are priced.
-        self.weights = [max(each - float(nothing), 1.0) for each in single.needed]
-        self.capacity = run.limit - float(nothing)
         rest = [each for each in everything if single.needed[each] <= run.limit]
         least = self._least_count(reserved=not lonely) if run.grows else 1
+        self._weigh(least)
         found = self._together(rest, max(least - len(lonely), 1)) if rest else []
         if len(found) + len(lonely) > least and run.grows:
             least = max(least, self._apart(len(found) + len(lonely), reserved=not lonely))
         batches = sorted([*lonely, *found], key=lambda each: min(item.positions[0] for item in each.items))
         return Split(batches, [], least)
+
+    def _weigh(self, least: int) -> None:
+        """What items weigh beside each other: a rule of thumb, by which they are spread before they are priced.
+
+        That is a part of what as many of their like as a micro-batch may hold come to.
+        """
+        run, nothing = self.run, self.run.sums((1,), 0)
+        tokens = sum([each.tokens for each in self.sums]) // least
+        times = [max(tokens // each.tokens, 1) if run.packs else 1 for each in self.sums]
+        alike = [each.times(count) for each, count in zip(self.sums, times, strict=True)]
+        needed = np.minimum(run.prices([(each, 0) for each in (nothing, *alike)]).needed, 2.0**60).tolist()
+        self.weights = [max((each - needed[0]) / count, 1.0) for each, count in zip(needed[1:], times, strict=True)]
+        self.capacity = run.limit - needed[0]
 
     def priced(self, bins: Sequence[Bin]) -> _Priced:
         """Each bin in the way that needs least: whole, or with a prefix that all share once."""
@@ -132,16 +151,16 @@ class _Spreading:
     def _together(self, rest: Bin, least: int) -> list[Batch]:
         """The best of some ways to spread items that fit alone."""
         best: Sequence[Bin] = [[each] for each in rest]
-        priced = self.priced(best)
+        priced, self.fewest = self.priced(best), len(best)
         for bins in self._proposals(rest, least):
             if len(bins) > len(best):
                 continue
             found = self.priced(bins)
             if found.worst <= self.run.limit and (len(bins), found.worst) < (len(best), priced.worst):
-                best, priced = bins, found
+                best, priced, self.fewest = bins, found, len(bins)
             if len(best) == least:
                 break
-        if len(rest) > 1 and len(best) == len(rest):
+        if 1 < len(rest) <= _FEW and len(best) == len(rest):
             # What is sure, and slow: each into the first that has room at its price.
             bins = self._first_fit(sorted(rest, key=lambda each: -self.weights[each]))
             if len(bins) < len(best):
@@ -150,8 +169,6 @@ class _Spreading:
 
     def _proposals(self, rest: Bin, least: int) -> Iterator[Sequence[Bin]]:
         """Ways to spread items, those that promise most first."""
-        if least == 1:
-            yield [rest]
         families: dict[str, list[int]] = {}
         for each in rest:
             prefix = self.items[each].prefix
@@ -161,22 +178,24 @@ class _Spreading:
             pure = self._in_parts([*families.values()])
             others = [each for each in rest if self.items[each].prefix is None]
             yield from self._with_others(pure, others)
-        for count in range(max(least, 2), min(least + _TRIED, len(rest))):
+        count = max(least, 2)
+        while count < self.fewest:
             for bins in self._spread(rest, count):
                 if max(map(self._weight, bins)) <= self.capacity * _NEARLY:
                     yield bins
+            count += 1 + count // _PACE
 
     def _spread(self, members: Bin, count: int) -> Iterator[Sequence[Bin]]:
         """Over so many bins, nearly even: each into the lightest, or as the least capacity has it that suffices."""
         order = sorted(members, key=lambda each: -self.weights[each])
         bins: list[list[int]] = [[] for _ in range(count)]
-        held = [0.0] * count
+        held = [(0.0, number) for number in range(count)]
         for each in order:
-            lightest = held.index(min(held))
+            weight, lightest = held[0]
             bins[lightest].append(each)
-            held[lightest] += self.weights[each]
+            heapreplace(held, (weight + self.weights[each], lightest))
         yield [each for each in bins if each]
-        low, high, found = max(self.weights[order[0]], sum(held) / count), max(held), None
+        low, high, found = max(self.weights[order[0]], self._weight(order) / count), max(held)[0], None
         for _ in range(_HALVINGS):
             capacity = (low + high) / 2
             packed = self._within(order, capacity, count)
@@ -188,22 +207,9 @@ class _Spreading:
             yield found
 
     def _within(self, order: Bin, capacity: float, count: int) -> list[list[int]] | None:
-        """Each into the first of so many bins that has room; None where one finds none."""
-        bins: list[list[int]] = []
-        left: list[float] = []
-        for each in order:
-            weight = self.weights[each]
-            for at, room in enumerate(left):
-                if weight <= room:
-                    bins[at].append(each)
-                    left[at] -= weight
-                    break
-            else:
-                if len(bins) == count:
-                    return None
-                bins.append([each])
-                left.append(capacity - weight)
-        return bins
+        """Items in so many bins, or None."""
+        bins = _fullest_first([([each], self.weights[each]) for each in order], capacity)
+        return bins if len(bins) <= count else None
 
     def _in_parts(self, families: list[list[int]]) -> list[Bin]:
         """Families by themselves, each in the fewest even parts that fit."""
@@ -233,18 +239,8 @@ class _Spreading:
 
     def _merged(self, bins: Sequence[Bin]) -> Sequence[Bin]:
         """Bins put together where whole sequences of both have room."""
-        found: list[list[int]] = []
-        held: list[float] = []
-        for added in sorted(bins, key=lambda each: -self._weight(each)):
-            weight = self._weight(added)
-            at = next((number for number, each in enumerate(held) if each + weight <= self.capacity), None)
-            if at is None:
-                found.append([*added])
-                held.append(weight)
-            else:
-                found[at] += added
-                held[at] += weight
-        return found
+        weighed = [(each, self._weight(each)) for each in bins]
+        return _fullest_first(sorted(weighed, key=lambda each: -each[1]), self.capacity)
 
     def _first_fit(self, order: Bin) -> list[list[int]]:
         bins: list[list[int]] = []
@@ -293,7 +289,9 @@ class _Spreading:
         """How many items there are of which no two fit into one micro-batch."""
         order = sorted(range(len(self.items)), key=lambda each: -self.weights[each])
         heaviest = self.weights[order[0]]
-        largest = [each for each in order if (self.weights[each] + heaviest) * _NEARLY > self.capacity][: most + 1]
+        largest = [each for each in order if (self.weights[each] + heaviest) * _NEARLY > self.capacity][
+            : min(most + 1, _FEW)
+        ]
         pairs = [(one, other) for at, other in enumerate(largest) for one in largest[:at]]
         if not pairs:
             return 1
@@ -321,3 +319,20 @@ def _closer(run: Pass, alone: Batch) -> Batch:
     peak, covered, reserved, phase = run.exactly(alone.load)
     needed = max(covered, reserved)
     return alone._replace(peak=peak, covered=covered, reserved=reserved, needed=needed, phase=phase, exact=True)
+
+
+def _fullest_first(weighed: Iterable[tuple[Bin, float]], capacity: float) -> list[list[int]]:
+    """What is weighed in as many bins as it takes, each into the fullest that has room."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[float, int]] = []
+    """Of bins, the fullest first, with their numbers."""
+    for members, weight in weighed:
+        at = bisect_left(rooms, (weight,))
+        if at == len(rooms):
+            number, room = len(bins), capacity
+            bins.append([])
+        else:
+            room, number = rooms.pop(at)
+        bins[number] += members
+        insort(rooms, (room - weight, number))
+    return bins
