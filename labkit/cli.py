@@ -280,8 +280,11 @@ def admit(
 
     template = Workload.load(workload)
     wanted = read_requests(None if requests == "-" else Path(_named(requests)), sys.stdin.buffer)
-    decision = Admission(template, budget, profiles=profiles).decide(wanted)
+    admission = Admission(template, budget, profiles=profiles)
+    decision = admission.decide(wanted)
     _show(decision.record, json)
+    for damage in admission.damaged:
+        _warn(damage)
     if decision.outcome == "refuse":
         raise typer.Exit(1)
 

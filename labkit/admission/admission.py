@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from labkit.admission.decision import Decision, Refused, Spread
 from labkit.admission.passes import Pass, kinds_of
@@ -71,7 +71,12 @@ class Admission:
         self.run((no_grad, outputs)).prepare()
         return time.perf_counter() - started
 
-    def decide(self, requests: Iterable[Request | Mapping[str, Any] | int]) -> Decision:
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Profiles that could not be trusted."""
+        return () if self._profiles is None else self._profiles.damaged
+
+    def decide(self, requests: Iterable[Request | Mapping[str, Any] | SupportsIndex]) -> Decision:
         """What may run, in which micro-batches.
 
         Raises:

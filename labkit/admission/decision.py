@@ -41,7 +41,7 @@ class Figures(Part):
     covered_bytes: int
     """With the estimate's margin."""
     reserved_bytes: int
-    """With what is set aside for segments that the allocator reserves and does not hand out."""
+    """With what is set aside for segments of the allocator that cannot be handed out, too: what has to fit."""
     certainty: Literal["bound", "estimate"]
     """bound: the estimate's figures are these or less; estimate: these are its figures."""
     basis: str
@@ -125,7 +125,7 @@ class MicroBatch:
         self.peak_bytes = int(batch.peak) if batch.peak < float("inf") else None
         """Allocated, at most; None: more than is looked up."""
         self.needed_bytes = int(batch.needed) if batch.needed < float("inf") else None
-        """With the margin, or with what may be reserved, if that is more."""
+        """With the margin and what is set aside for segments; None: more than is looked up."""
 
     @cached_property
     def workload(self) -> Workload:
@@ -198,7 +198,7 @@ class Decision:
         if not self.refused:
             return ()
         largest = self.refused[0]
-        return tuple(remedies(largest._run, largest._batch, self.budget))
+        return tuple(remedies(largest._run, largest._batch))
 
     @cached_property
     def record(self) -> Decided:
@@ -281,8 +281,9 @@ class Decision:
         if figures.covered_bytes <= limit < figures.reserved_bytes:
             said.append(
                 f"Fragmentation: {_gib(figures.covered_bytes)} allocated with the margin fit, and the "
-                f"{_gib(figures.reserved_bytes)} that the allocator reserves for them do not: "
-                f"{_gib(figures.reserved_bytes - figures.peak_bytes)} are reserved and not handed out."
+                f"{_gib(figures.reserved_bytes)} that the allocator has to reserve for them do not: "
+                f"{_gib(figures.reserved_bytes - figures.covered_bytes)} lie in segments from which nothing that is "
+                "asked for can be cut."
             )
         said += [note for note in (figures.basis, largest._run.assumption) if note]
         if self.remedies:

@@ -82,9 +82,9 @@ class Prices(NamedTuple):
     covered: Levels
     """With the estimate's margin."""
     reserved: Levels
-    """With what is set aside for segments."""
+    """With what is set aside for segments, too."""
     needed: Levels
-    """What has to be within the limit: the larger of the two."""
+    """What has to be within the limit: that; infinite where a rule refuses it."""
     phase_of: Callable[[int], tuple[int, str]]
 
 
@@ -254,19 +254,18 @@ class Pass:
             peak, increment = raised, more
         peak, cover = np.ceil(peak), np.ceil(cover) + 1
         # Where nothing fits there is no need to know.
-        reserved = peak + self.reserve(increment) if (cover <= self.limit).any() else peak
+        reserved = cover + self.reserve(increment) if (cover <= self.limit).any() else cover
         too_many = (extents.sequences > self.most_sequences) | (extents.logical_rows > self.most_tokens)
-        needed = np.where(too_many, np.inf, np.maximum(cover, reserved))
-        return Prices(peak, cover, reserved, needed, found.phase_of)
+        return Prices(peak, cover, reserved, np.where(too_many, np.inf, reserved), found.phase_of)
 
     def least(self, extents: Sequence[Extent], *, reserved: bool = False) -> Levels:
-        """What they hold with the margin, at least; or with what is set aside for segments, if that is more."""
+        """What they hold with the margin, at least; or with what is set aside for segments."""
         found = self.lower.peaks(columns(extents))
         covered = found.covered_bytes
         if reserved:
             increments, gaps = self._gaps
             least_gaps = np.minimum.accumulate(gaps[::-1])[::-1]
-            covered = np.maximum(covered, found.bytes + least_gaps[np.searchsorted(increments, found.increment_bytes)])
+            covered = covered + least_gaps[np.searchsorted(increments, found.increment_bytes)]
         return covered + self._beside - 1
 
     def observed(self, sums: Sums, shared: int) -> int:
@@ -289,16 +288,16 @@ class Pass:
         return max(found, key=lambda each: each.peak_allocated_bytes, default=None)
 
     def reserve(self, increment: Levels) -> Levels:
-        """What is set aside for segments that are reserved and not handed out, by the increment of the peak."""
+        """What is set aside for segments that cannot be handed out, by the increment of the peak."""
         found: Levels = self._gaps[1][np.searchsorted(self._gaps[0], increment)]
         return found
 
     @cached_property
     def _gaps(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Increments, and from each down to the one before what is reserved above the peak.
+        """Increments, and from each down to the one before what segments take above the peak.
 
-        The allocator is played through at some sizes up to the largest that fits (`labkit.allocator`); between two of
-        them the larger gap of both is taken.
+        The allocator is played through at some sizes up to the largest that fits (`labkit.allocator`), within ever less
+        memory until it runs out; between two of them the larger gap of both is taken.
         """
         simulated = sorted(self._simulated_gap(load) for load in self._ladder())
         increments = np.array([increment for increment, _ in simulated])
@@ -308,7 +307,7 @@ class Pass:
     def _simulated_gap(self, load: Load) -> tuple[float, float]:
         workload = self.workload(load)
         stages = [BlockPeaks(workload, stage) for stage in fullest_stages(workload)]
-        gaps = [(each.reserved_bytes - each.peak.bytes, each.peak.bytes - each.before_bytes) for each in stages]
+        gaps = [(each.segment_bytes - each.peak.bytes, each.peak.bytes - each.before_bytes) for each in stages]
         gap, increment = max(gaps)
         return float(increment), float(gap)
 
@@ -335,15 +334,28 @@ class Pass:
         return low
 
     def exactly(self, load: Load) -> tuple[int, int, int, tuple[int, str]]:
-        """(peak, with its margin, reserved, where) by the estimate itself: tenths of a second."""
+        """(peak, with its margin, with its segments, where) by the estimate itself: a second."""
         workload = self.workload(load)
         stages = [BlockPeaks(workload, stage) for stage in fullest_stages(workload)]
         fullest = max(stages, key=lambda each: each.peak.bytes).peak
         peak = max(fullest.bytes + self._beside, self.observed(load.sums, load.shared_prefix))
         more = peak - fullest.bytes
         covered = max(each.peak.bytes + margin_over(workload, each.phases, each.before_bytes) for each in stages) + more
-        reserved = max(each.reserved_bytes for each in stages) + more
+        reserved = covered + max(each.segment_bytes - each.peak.bytes for each in stages)
         return peak, covered, reserved, (fullest.iteration, fullest.phase)
+
+    def runs(self, load: Load) -> tuple[int, int, int] | None:
+        """(peak, with its margin, reserved) of what runs within the limit by the estimate itself; else None."""
+        workload = self.workload(load)
+        peak = covered = reserved = 0
+        for stage in fullest_stages(workload):
+            held = BlockPeaks(workload, stage)
+            margin = margin_over(workload, held.phases, held.before_bytes) + self._beside
+            if held.peak.bytes + margin > self.limit or not held.runs_within(self.limit - margin):
+                return None
+            peak, covered = max(peak, held.peak.bytes + self._beside), max(covered, held.peak.bytes + margin)
+            reserved = max(reserved, min(held.reserved_bytes + margin, self.limit))
+        return peak, covered, reserved
 
 
 def columns(extents: Sequence[Extent]) -> Extent:

@@ -6,7 +6,6 @@ from typing import Literal
 from labkit.admission.passes import Load, Pass
 from labkit.admission.split import Batch
 from labkit.errors import InputError
-from labkit.plan import Budget
 from labkit.plan.price import EVERY_LAYER, Priced, Pricer
 from labkit.plan.space import recompute_choices
 from labkit.workload import Recompute, Workload
@@ -14,6 +13,8 @@ from labkit.workload.base import Part
 from labkit.workload.gpu import GIB
 
 _LARGEST_SIZE = 64
+_CHEAPEST = 4
+"""Recompute choices that are looked at more closely: by their blocks alone all of them fit."""
 
 
 class Remedy(Part):
@@ -30,20 +31,19 @@ class Remedy(Part):
         return f"{self.change} fits at {self.peak_bytes / GIB:.1f} GiB ({self.covered_bytes / GIB:.1f} with its margin)"
 
 
-def remedies(run: Pass, batch: Batch, budget: Budget) -> Iterator[Remedy]:
+def remedies(run: Pass, batch: Batch) -> Iterator[Remedy]:
     """Other recompute choices, the allocator's setting, more tensor or context-parallel ranks, fewer tokens."""
     load = batch.load
     if batch.covered <= run.limit and not run.template.training.allocator.expandable_segments:
-        yield from _fitting(run, load, budget, "allocator", "expandable_segments: true", _expandable(run.template))
-    yield from _recomputed(run, load, budget)
-    yield from _laid_out(run, load, budget)
+        yield from _fitting(run, load, "allocator", "expandable_segments: true", _expandable(run.template))
+    yield from _recomputed(run, load)
+    yield from _laid_out(run, load)
     yield from _shorter(run, batch)
 
 
 def _fitting(
     run: Pass,
     load: Load,
-    budget: Budget,
     kind: Literal["recompute", "layout", "allocator"],
     change: str,
     template: Workload,
@@ -56,10 +56,11 @@ def _fitting(
         moved = other.load(load.lengths, load.shared_prefix)
         if not other.workload(moved).can_run:
             return
-        peak, covered, reserved, _ = other.exactly(moved)
+        found = other.runs(moved)
     except InputError:
         return
-    if max(covered, reserved) <= budget.bytes:
+    if found is not None:
+        peak, covered, reserved = found
         yield Remedy(kind=kind, change=change, peak_bytes=peak, covered_bytes=covered, reserved_bytes=reserved)
 
 
@@ -68,7 +69,7 @@ def _expandable(template: Workload) -> Workload:
     return template.model_copy(update={"training": template.training.model_copy(update={"allocator": allocator})})
 
 
-def _recomputed(run: Pass, load: Load, budget: Budget) -> Iterator[Remedy]:
+def _recomputed(run: Pass, load: Load) -> Iterator[Remedy]:
     """The choice that replays least and fits, then full recompute of every layer."""
     template = run.template
     if not template.training.differentiates:
@@ -76,15 +77,15 @@ def _recomputed(run: Pass, load: Load, budget: Budget) -> Iterator[Remedy]:
     workload = run.workload(load)
     pricer = Pricer(workload)
     worth = pricer.worth_pricing(recompute_choices(workload))
-    choices = [each for each in pricer.each(worth) if each.covered_bytes <= budget.bytes]
+    choices = [each for each in pricer.each(worth) if each.covered_bytes <= run.limit]
     seen: set[Recompute] = set()
-    cheapest = sorted(choices, key=_cost)[:2]
+    cheapest = sorted(choices, key=_cost)[:_CHEAPEST]
     for choice in [*(each.workload.recompute for each in cheapest), EVERY_LAYER]:
         if choice in seen or choice == template.recompute:
             continue
         seen.add(choice)
         name = "full recompute (uniform, 1 layer)" if choice == EVERY_LAYER else f"recompute {choice.label}"
-        found = list(_fitting(run, load, budget, "recompute", name, template.model_copy(update={"recompute": choice})))
+        found = list(_fitting(run, load, "recompute", name, template.model_copy(update={"recompute": choice})))
         yield from found
         if found and choice != EVERY_LAYER:
             seen |= {each.workload.recompute for each in cheapest}
@@ -94,7 +95,7 @@ def _cost(choice: Priced) -> tuple[float, int]:
     return choice.replay.seconds, choice.regions
 
 
-def _laid_out(run: Pass, load: Load, budget: Budget) -> Iterator[Remedy]:
+def _laid_out(run: Pass, load: Load) -> Iterator[Remedy]:
     """The smallest tensor-parallel size that fits, and the smallest context-parallel one, on the same GPUs."""
     template = run.template
     layout = template.parallelism
@@ -111,7 +112,7 @@ def _laid_out(run: Pass, load: Load, budget: Budget) -> Iterator[Remedy]:
             change = (
                 f"{name} {other}" if name == "TP" or not run.packs_trees else f"{name} {other}, rows shared evenly,"
             )
-            found = list(_fitting(run, load, budget, "layout", change, _regrouped(moved)))
+            found = list(_fitting(run, load, "layout", change, _regrouped(moved)))
             yield from found
             if found:
                 break

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, SupportsIndex
 
 from pydantic import Field, ValidationError
 
@@ -45,7 +46,9 @@ class Request(Part):
         return self.no_grad, self.outputs
 
 
-def requests_of(given: Iterable[Request | Mapping[str, Any] | int], source: str = "requests") -> list[Request]:
+def requests_of(
+    given: Iterable[Request | Mapping[str, Any] | SupportsIndex], source: str = "requests"
+) -> list[Request]:
     """Requests from requests, mappings of their fields, or bare lengths.
 
     Raises:
@@ -79,8 +82,8 @@ def requests_of(given: Iterable[Request | Mapping[str, Any] | int], source: str 
 
 
 def _request(given: object, where: str) -> Request:
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = {"length": given}
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        given = {"length": index(given)}  # also of arrays and tensors
     if not isinstance(given, Mapping):
         raise InputError(f"{where}: should be a length or a mapping of {', '.join(Request.model_fields)}")
     try:

@@ -317,8 +317,7 @@ def _closer(run: Pass, alone: Batch) -> Batch:
     ):
         return alone
     peak, covered, reserved, phase = run.exactly(alone.load)
-    needed = max(covered, reserved)
-    return alone._replace(peak=peak, covered=covered, reserved=reserved, needed=needed, phase=phase, exact=True)
+    return alone._replace(peak=peak, covered=covered, reserved=reserved, needed=reserved, phase=phase, exact=True)
 
 
 def _fullest_first(weighed: Iterable[tuple[Bin, float]], capacity: float) -> list[list[int]]:

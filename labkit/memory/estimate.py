@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal
 
-from labkit.allocator import Simulated, simulate_training, simulate_unlimited
+from labkit.allocator import Simulated, simulate, simulate_training, simulate_unlimited
 from labkit.ledger import Ledger, Peak
 from labkit.memory.book import Book
 from labkit.memory.margin import before, margin_over, margin_rows
@@ -19,7 +19,7 @@ from labkit.memory.writer import Writer
 from labkit.summary import Result, StagePeak, Summary, Written
 from labkit.workload import Workload
 from labkit.workload.attention_backends import keeps_no_scores
-from labkit.workload.gpu import GIB
+from labkit.workload.gpu import GIB, MIB
 from labkit.workload.stages import stage_layers
 
 
@@ -118,6 +118,10 @@ def estimate(workload: Workload, stage: int | None = None) -> Estimate:
     return Estimate(workload, fullest_stage(workload) if stage is None else stage)
 
 
+_NEAR = 50
+"""Part of what a step allocates."""
+
+
 class BlockPeaks:
     """What the estimate of a stage's first rank has as its peaks, in allocator blocks; no rows, half the cost."""
 
@@ -148,6 +152,24 @@ class BlockPeaks:
     def fragmentation(self) -> str:
         """See `labkit.summary.Written`."""
         return _fragmentation(self._book, simulate_training(self._book.events, self._book.streams, self._training))
+
+    def runs_within(self, device_bytes: int) -> bool:
+        """Whether the allocator gets along with so much memory, if need be by giving cached blocks back."""
+        if self.reserved_bytes <= device_bytes:
+            return True
+        settings = self._training.allocator.model_copy(update={"per_process_memory_fraction": 1.0})
+        found = simulate(self._book.events, self._book.streams, settings, device_bytes=device_bytes)
+        return found.out_of_memory is None
+
+    @cached_property
+    def segment_bytes(self) -> int:
+        """The least memory with which it gets along, to a fiftieth of what a step allocates; never below it."""
+        low, high = self.peak.bytes, self.reserved_bytes
+        near = max((low - self.before_bytes) // _NEAR, 16 * MIB)
+        while high - low > near:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.runs_within(middle) else (middle, high)
+        return high
 
     @property
     def peak(self) -> PhaseLevel:
