@@ -21,6 +21,7 @@ import ast
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,10 +210,12 @@ def smallest(megatron: Megatron, difference: Difference) -> Difference:
     return difference
 
 
-def compare(megatron: Megatron, seed: int, numbers: Sequence[int], most: int = 20) -> Tally:
-    """Judge the cases of these numbers; up to `most` differences are made small."""
+def compare(megatron: Megatron, seed: int, first: int, cases: int, most: int = 20) -> Tally:
+    """Judge so many cases, from number `first` on; up to `most` differences are made small."""
     tally = Tally()
-    for number in numbers:
+    for number in itertools.count(first):
+        if tally.cases == cases:
+            break
         changes = Draw(seed, number).case()
         try:
             found, verdict, workload = differences(megatron, changes)
@@ -294,7 +297,7 @@ def main() -> int:
     began = time.monotonic()
     with fake_cuda(GPUS["h100-80gb"]):
         megatron = Megatron()
-        tally = compare(megatron, arguments.seed, range(arguments.first, arguments.first + arguments.cases))
+        tally = compare(megatron, arguments.seed, arguments.first, arguments.cases)
     if not arguments.brief:
         report(tally)
     print(f"{tally}, in {time.monotonic() - began:.0f} s")

@@ -58,7 +58,11 @@ _FINE = {
     "--fine-grained-activation-offloading": "",
     "--offload-modules": "core_attn",
 }
-_PIPELINE = {"parallelism.world_size": 4, "parallelism.pipeline_model_parallel_size": 4, "batch.global_batch_size": 4}
+_PIPELINE: Changes = {
+    "parallelism.world_size": 4,
+    "parallelism.pipeline_model_parallel_size": 4,
+    "batch.global_batch_size": 4,
+}
 _CAPACITY = {f"{_MOE}moe_expert_capacity_factor": 1.0, f"{_MOE}moe_pad_expert_input_to_capacity": True}
 _EXPERT = {"model.mixture_of_experts": _EXPERTS}
 _TE, _LOCAL = {"--cuda-graph-impl": "transformer_engine"}, {"--cuda-graph-impl": "local"}
@@ -179,6 +183,33 @@ _AIMED: tuple[Changes, ...] = (
         "model.num_layers": 4,
         "parallelism.pipeline_model_parallel_layout": "Et|t|t|t||m||mL",
         "model.mtp_num_layers": 2,
+    },
+    *(
+        _PIPELINE | {"model.num_layers": 4, "parallelism.pipeline_model_parallel_layout": layout}
+        for layout in ("t|t|t|tL", "Et|t|t|t", "Et|t|tL", "EtE|t|t|tL", "Ett|t|tt|tL", "Et|tm|t|tL")
+    ),
+    _PIPELINE
+    | {
+        "model.num_layers": 4,
+        "parallelism.pipeline_model_parallel_layout": "Et|tm|t|tL",
+        "model.mtp_num_layers": 1,
+    },
+    *(
+        _PIPELINE
+        | {
+            "model.num_layers": 9,
+            f"parallelism.num_layers_in_{end}_pipeline_stage": 3,
+            "parallelism.virtual_pipeline_model_parallel_size": 2,
+        }
+        for end in ("first", "last")
+    ),
+    {
+        "--cuda-graph-impl": "local",
+        "--fp8-format": "hybrid",
+        "--fp8-recipe": "mxfp8",
+        "--tensor-parallel-num-weight-shards": "2",
+        **_labels("shared_experts"),
+        "model.mixture_of_experts": _EXPERTS | {"moe_shared_expert_intermediate_size": 128},
     },
     {"--use-mup": "", "--mup-base-hidden-size": "0"},
     {"--use-mup": "", "--mup-base-hidden-size": "128"},
@@ -620,7 +651,9 @@ class Draw:
 
     def experts(self) -> None:
         """Routing, dispatch and what experts are made of."""
-        self.set(0.15, "--moe-router-load-balancing-type", "sinkhorn", "none", "quantile_balancing", "aux_loss none")
+        self.set(
+            0.15, "--moe-router-load-balancing-type", "sinkhorn", "aux_loss", "quantile_balancing", "aux_loss none"
+        )
         self.set(0.1, "training.software.transformer_engine", "2.13.0", "2.14.0", "2.17.1")
         self.set(0.06, "--moe-single-grouped-weight", "")
         self.set(0.04, "--moe-single-grouped-bias", "")

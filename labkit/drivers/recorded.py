@@ -122,6 +122,8 @@ class Published(Part):
                 agreeing[0].with_recompute(**cell.recompute.model_dump())
             except InputError as error:
                 raise InputError(f"{self._path}: cells.{position}: {error}") from None
+            for name in cell.recompute.without_granularity:
+                raise InputError(f"{self._path}: cells.{position}: {name} does nothing without recompute_granularity")
 
     def measurement(self, workload: Workload) -> Measurement | None:
         """The published figures of a workload; None if the publication does not cover it.

@@ -36,6 +36,14 @@ class Recompute(Part):
         return frozenset(("core_attn",) if self.recompute_modules is None else self.recompute_modules)
 
     @property
+    def without_granularity(self) -> tuple[str, ...]:
+        """Fields that are given and do nothing, as nothing is recomputed."""
+        if self.recompute_granularity is not None:
+            return ()
+        names = ("recompute_method", "recompute_num_layers", "recompute_modules")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
     def label(self) -> str:
         """Short name for tables and charts: `none`, `[]`, `[layernorm, moe_act]`, `full uniform 1`."""
         if self.recompute_granularity is None:

@@ -34,7 +34,7 @@ def recompute_findings(workload: "Workload") -> Iterator[Finding]:
         return
     stated = [name for name in ("recompute_method", "recompute_num_layers") if getattr(choice, name) is not None]
     if choice.recompute_granularity is None:
-        for name in [*stated, *(["recompute_modules"] if choice.recompute_modules else [])]:
+        for name in choice.without_granularity:
             remedy = f"set recompute_granularity: {'selective' if name == 'recompute_modules' else 'full'}"
             reason = "it does nothing without a granularity: nothing is recomputed"
             yield Finding("warning", f"recompute.{name}", reason, f"{remedy}, or leave it out", Authority.CONFIG)

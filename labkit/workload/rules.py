@@ -56,8 +56,9 @@ def findings(workload: "Workload") -> list[Finding]:
     found += [*mixer_findings(workload), *attention_findings(workload), *lora_findings(workload)]
     found += [*_activation(workload), *pipeline_findings(workload), *prediction_findings(workload)]
     found += [*packing_findings(workload), *local_findings(workload), *allocator_findings(workload)]
-    found += [*launch_findings(workload), *launched_findings(workload), *graph_findings(workload)]
-    found += [*overlap_findings(workload), *offload_findings(workload), *quantization_findings(workload)]
+    if workload.launch is not None:
+        found += [*launch_findings(workload), *launched_findings(workload), *graph_findings(workload)]
+        found += [*overlap_findings(workload), *offload_findings(workload), *quantization_findings(workload)]
     return sorted(found, key=lambda finding: finding.severity)
 
 

@@ -125,5 +125,7 @@ def test_figures_that_could_not_appear_are_said_before_a_study_runs(tmp_path: Pa
     def without_granularity(stated: dict[str, Any]) -> None:
         del stated["cells"][4]["recompute"]["recompute_granularity"]
 
-    with pytest.raises(InputError, match=r"published.yaml: cells.4: .*the list does nothing without a granularity"):
+    with pytest.raises(
+        InputError, match=r"published.yaml: cells.4: recompute_modules does nothing without recompute_gran"
+    ):
         Published.load(rewritten(tmp_path, without_granularity)).check(workloads)
