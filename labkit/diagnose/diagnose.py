@@ -30,12 +30,12 @@ def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu
     own = [finding for reading in readings for finding in reading.findings]
     details = [reading.detail for reading in readings if reading.detail is not None]
     details += [each for each in (comparison(readings), beside(case)) if each is not None]
-    found = findings(case)
+    found = findings(case, own)
     if case.why_no_estimate:
         notes.append(f"no estimate: {case.why_no_estimate}")
     return Diagnosis(
         files=tuple(FileRead(source=each.source, kind=each.kind) for each in readings),
-        findings=(*found, *own),
+        findings=tuple(found),
         details=tuple(details),
         notes=tuple(notes),
     )

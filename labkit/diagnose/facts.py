@@ -56,6 +56,12 @@ class OutOfMemory:
     """Whether backward was running a forward again."""
     recorded: bool = False
     """Whether a memory snapshot has it, which shows what was live."""
+    usable: int | None = None
+    """Of what PyTorch keeps unallocated, what requests on this stream could have; a snapshot knows."""
+    largest: int | None = None
+    """Of that, in one piece."""
+    expandable: bool = False
+    """Whether segments are known to expand."""
     iteration: int | None = None
     requested: int | None = None
     capacity: int | None = None

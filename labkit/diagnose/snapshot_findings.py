@@ -61,7 +61,7 @@ def _other_streams(source: str, page: DevicePage) -> Iterator[Finding]:
         if failure.requested_bytes <= others and others >= failure.usable_bytes:
             yield Finding(
                 cause="fragmentation",
-                weight="contributes",
+                weight="cause",
                 happened=f"{gib(others)} lay free in segments of other streams than the one that asked "
                 f"(stream {failure.stream}), which cannot use them.",
                 evidence=_evidence(source, page, failure.sentence),
@@ -119,14 +119,18 @@ def _pools(source: str, page: DevicePage) -> Iterator[Finding]:
     reserved = sum(pool.reserved_bytes for pool in page.pools)
     if not reserved or reserved < _LARGE * page.end.reserved_bytes:
         return
+    asked = next((failure.requested_bytes for failure in page.failures[-1:]), 0)
     idle = reserved - sum(pool.allocated_bytes for pool in page.pools)
     number = f"{len(page.pools)} private pool{'s' if len(page.pools) > 1 else ''}"
     yield Finding(
         cause="private pools",
-        weight="contributes" if page.failures else "note",
+        weight="note" if not asked else "cause" if asked <= idle else "contributes",
         happened=f"{gib(reserved)} of {gib(page.end.reserved_bytes)} reserved is in {number} (CUDA graphs', "
         f"or torch.cuda.MemPool's), {gib(idle)} of it free: no other operation can use it.",
         evidence=_evidence(source, page, "segments with a segment_pool_id"),
         confirm=("Run it once with --cuda-graph-impl none and compare max reserved.",),
-        remedies=("Capture less: a narrower --cuda-graph-modules, or fewer layers and micro-batches.",),
+        remedies=(
+            "Capture less: a narrower --cuda-graph-modules, or fewer layers and micro-batches.",
+            "--cuda-graph-impl none, at the cost of launch time.",
+        ),
     )

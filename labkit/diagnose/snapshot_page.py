@@ -78,15 +78,18 @@ class Failure(Part):
     private_bytes: int
     """Free in private pools."""
     site: str
+    """Empty where no stack trace was recorded."""
     caller: str
 
     @property
     def sentence(self) -> str:
         """The failure in words."""
-        by = f" by {self.site}" + (f", called by {self.caller}" if self.caller else "")
+        phase = "" if self.at.phase == "unknown" else f" in {self.at.phase.replace('_', ' ')}"
+        by = f" by {self.site}" if self.site else ", no stack trace was recorded"
+        by += f", called by {self.caller}" if self.caller else ""
         return (
-            f"entry {self.at.entry:,}: no memory for {gib(self.requested_bytes)} on stream {self.stream}, asked for in "
-            f"{self.at.phase.replace('_', ' ')}{by}; {gib(self.at.allocated_bytes)} allocated, "
+            f"entry {self.at.entry:,}: no memory for {gib(self.requested_bytes)} on stream {self.stream}, asked for"
+            f"{phase}{by}; {gib(self.at.allocated_bytes)} allocated, "
             f"{gib(self.at.reserved_bytes)} reserved, {gib(self.unallocated_bytes)} free in segments, "
             f"{gib(self.usable_bytes)} of it for this stream, at most {gib(self.largest_usable_bytes)} in one piece; "
             f"{gib(self.device_free_bytes)} left on the GPU"

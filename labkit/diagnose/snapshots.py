@@ -12,6 +12,7 @@ from labkit.diagnose.facts import Evidence, Facts, MemoryReport, OutOfMemory, Ph
 from labkit.diagnose.reading import Reading, Source
 from labkit.diagnose.snapshot_compare import Held, SnapshotComparison, compared
 from labkit.diagnose.snapshot_findings import findings
+from labkit.diagnose.snapshot_frames import UNRECORDED
 from labkit.diagnose.snapshot_holes import holes_at
 from labkit.diagnose.snapshot_live import MOMENTS, Group, Origins, step_ends
 from labkit.diagnose.snapshot_page import (
@@ -190,7 +191,7 @@ def _failures(origins: Origins, timeline: Timeline, moments: "Ints") -> Iterator
             usable_bytes=usable.total,
             largest_usable_bytes=usable.largest,
             private_bytes=int(holes.nbytes[holes.private].sum()),
-            site=origin.site.place,
+            site="" if origin.site == UNRECORDED else origin.site.place,
             caller=origin.site.caller,
         )
 
@@ -260,9 +261,11 @@ def _out_of_memory(source: str, page: DevicePage) -> Iterator[OutOfMemory]:
             place=failure.site,
             replays=at.phase == "recompute",
             recorded=True,
+            usable=failure.usable_bytes,
+            largest=failure.largest_usable_bytes,
+            expandable=page.expandable_segments,
             requested=failure.requested_bytes,
             free=failure.device_free_bytes,
             allocated=at.allocated_bytes,
-            private_pools=sum(pool.allocated_bytes for pool in page.pools) or None,
             reserved=at.reserved_bytes,
         )

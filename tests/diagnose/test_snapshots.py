@@ -250,10 +250,23 @@ def test_a_recording_that_ran_out_of_memory(tmp_path: Path) -> None:
     assert {"setup", "forward", "backward", "optimizer"} <= {each.phase for each in page.phases}
     (streams,) = [each for each in diagnosis.findings if "segments of other streams" in each.happened]
     assert streams.cause == "fragmentation"
+    assert [finding.weight for finding in diagnosis.findings].index("cause") == diagnosis.findings.index(streams)
+    assert "capacity" in {finding.cause for finding in diagnosis.findings if finding.weight == "contributes"}
     text = printed(diagnosis)
     assert "no memory for 391.0 KiB on stream 8, asked for in backward by megatron/core/distributed" in text
     assert re.search(r"24\.8 MiB │ +26% │ +6 │ forward", text)
     assert json.loads(diagnosis.model_dump_json())["details"][0]["devices"][0]["peak"]["phase"] == "backward"
+
+
+def test_pieces_that_are_too_small_are_fragmentation(tmp_path: Path) -> None:
+    """20 MiB were asked for; the stream had more, in pieces of at most 15.3 MiB, in segments that expand already."""
+    diagnosis = diagnosed(tmp_path, OTHERS[1])
+    (failure,) = page_of(diagnosis).failures
+    assert failure.largest_usable_bytes < failure.requested_bytes < failure.usable_bytes < failure.unallocated_bytes
+    first = diagnosis.findings[0]
+    assert (first.cause, first.weight) == ("fragmentation", "cause")
+    assert "in pieces of at most 15 MiB" in first.happened
+    assert not any("expandable" in remedy for remedy in first.remedies)
 
 
 def test_memory_that_grows_from_step_to_step_is_put_down_to_a_line(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The table of causes: each looks at the facts of a run and says whether it happened, in docs/diagnose.md's order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from labkit.diagnose.case import Case
 from labkit.diagnose.causes.allocator import fragmentation, private_pools
@@ -26,9 +26,9 @@ CAUSES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 )
 
 
-def findings(case: Case) -> list[Finding]:
-    """What happened, the cause first."""
-    found = [finding for cause in CAUSES for finding in cause(case)]
+def findings(case: Case, others: Iterable[Finding] = ()) -> list[Finding]:
+    """What happened, the cause first; `others` are what readers have concluded themselves."""
+    found = [*(finding for cause in CAUSES for finding in cause(case)), *others]
     if any(finding.weight == "cause" and finding.cause not in ("capacity", "optimizer capacity") for finding in found):
         # Where something else would have left room enough, the GPU's size is not what to change.
         found = [

@@ -10,12 +10,13 @@ from labkit.diagnose.facts import MemorySummary
 _SMALL = 0.01
 """Of what is reserved: so much lies unallocated in any run."""
 _EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF is the name since PyTorch 2.9)"
+_CONFIRM = "Run it once with expandable segments, changing nothing else: if it passes, it was fragmentation."
 
 
 def fragmentation(case: Case) -> Iterator[Finding]:
     """Allocated fits and reserved does not: what was asked for is there, in pieces."""
     first = case.first
-    unallocated = None if first is None else first.unallocated
+    unallocated = None if first is None else first.unallocated if first.usable is None else first.usable
     if first is None or not unallocated or not first.reserved:
         yield from _fragmented_summary(case)
         return
@@ -24,9 +25,14 @@ def fragmentation(case: Case) -> Iterator[Finding]:
     if share < (_SMALL if enough else LARGE):
         return
     asked = "" if first.requested is None else f"{size(first.requested)} could not be had while "
-    happened = f"{asked}PyTorch kept {size(unallocated)} reserved but unallocated ({share:.1%} of what it has reserved)"
+    whose = "" if first.usable is None else " for this stream"
+    happened = (
+        f"{asked}PyTorch kept {size(unallocated)} reserved but unallocated{whose} ({share:.1%} of what it has reserved)"
+    )
     held = f"; only {size(first.allocated or 0)} was allocated"
-    if enough:
+    if enough and first.largest is not None:
+        verdict = f"{held}: the memory is there, in pieces of at most {size(first.largest)}."
+    elif enough:
         verdict = f"{held}: the memory is there, in pieces that are too small or belong to other streams or pools."
     else:
         verdict = f"{held}. In one piece it would not have been enough, but it is memory that nothing used."
@@ -36,12 +42,12 @@ def fragmentation(case: Case) -> Iterator[Finding]:
         happened=happened + verdict,
         evidence=messages(case),
         confirm=(
-            "Run it once with expandable segments, changing nothing else: if it passes, it was fragmentation.",
+            *(() if first.expandable else (_CONFIRM,)),
             "torch.cuda.memory_summary() before the failure: Non-releasable memory is what lies in split blocks; "
             "a memory snapshot shows which tensors keep the segments.",
         ),
         remedies=(
-            f"{_EXPANDABLE}.",
+            *(() if first.expandable else (f"{_EXPANDABLE}.",)),
             "--empty-unused-memory-level 1 gives cached blocks back each step, at the cost of time.",
             "Keep shapes alike from step to step (packed rows of equal length, experts' capacity): each new size "
             "leaves pieces of the old ones.",

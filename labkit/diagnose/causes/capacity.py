@@ -79,7 +79,7 @@ def _failed_summary(case: Case) -> Iterator[Finding]:
 
 
 def _confirm_capacity(case: Case, first: OutOfMemory) -> Iterator[str]:
-    if not first.phase:
+    if not first.phase and not first.recorded:
         yield "The traceback above the message says in which phase and layer: give the whole log of that rank."
     if case.stated is None:
         yield (
