@@ -215,3 +215,16 @@ def test_two_files_that_say_what_was_run_are_one_too_many(tmp_path: Path) -> Non
     script.write_text("torchrun pretrain_gpt.py --num-layers 2 # CUDA out of memory with 4\n", encoding="utf-8")
     with pytest.raises(InputError, match="both say what was run"):
         diagnose([workload, script])
+
+
+def test_a_log_that_prints_its_arguments_needs_no_workload() -> None:
+    found = diagnose([Path(__file__).with_name("examples") / "moonlight.log"])
+    fused = next(each for each in found.findings if each.cause == "fused attention")
+    assert "recompute_modules" in fused.evidence[0].text
+    (compared,) = found.details
+    assert isinstance(compared, Beside)
+    assert compared.workload.recompute.label == "[core_attn, moe_act]"
+    assert [(each.stage, each.moment, each.rank) for each in compared.stages] == [
+        (0, "all steps", 1),
+        (0, "first step", 1),
+    ]
