@@ -35,15 +35,22 @@ _PLUMBING = (
 )
 """Files that allocate for whoever calls them."""
 
-_OPTIMIZER = ("/optimizer/", "/optimizers/", "/torch/optim/", "/optimizer.py")
+_OPTIMIZER = (
+    "/megatron/core/optimizer/",
+    "/torch/optim/",
+    "/apex/optimizers/",
+    "/transformer_engine/pytorch/optimizers/",
+)
 _GRAD_SYNC = (
     "/megatron/core/distributed/finalize_model_grads.py",
     "/megatron/core/distributed/param_and_grad_buffer.py",
     "/megatron/core/distributed/distributed_data_parallel.py",
     "/torch/distributed/fsdp/_runtime_utils.py",
 )
-_SYNC_FUNCTIONS = ("sync", "finalize", "reduce")
-_SETUP_FUNCTIONS = ("__init__", "get_model", "setup_model_and_optimizer", "load_checkpoint", "model_provider")
+_SYNC_FUNCTIONS = ("grad_sync", "finalize_model_grads", "reduce")
+_BUILDING_FUNCTIONS = ("setup_model_and_optimizer", "get_megatron_optimizer", "get_model", "load_checkpoint")
+_SETUP_FUNCTIONS = ("__init__", "model_provider")
+"""Those that build, and those that anything may call while it runs."""
 _BACKWARD_FUNCTIONS = ("backward", "backward_step", "_engine_run_backward", "custom_backward")
 _NATIVE_TELLING = ("torch::autograd::generated::", "at::native::", "at::", "c10d::")
 _RECOMPUTING = (
@@ -75,10 +82,11 @@ class _Mark(IntFlag):
     FORWARD = auto()
     BACKWARD = auto()
     HOOK = auto()
-    """Gradients are reduced while backward runs."""
+    """Without a forward around it, backward's: gradients are reduced while it runs."""
     SYNC = auto()
     OPTIMIZER = auto()
     RECOMPUTE = auto()
+    BUILD = auto()
     SETUP = auto()
 
 
@@ -116,9 +124,12 @@ def moment_of(stack: Sequence[Frame]) -> Moment:
     marks = _Mark(reduce(or_, map(_marks, stack), 0))
     if _Mark.SYNC in marks and _Mark.HOOK not in marks:
         return "grad_sync"
+    if _Mark.BUILD in marks:
+        return "setup"
     if _Mark.OPTIMIZER in marks:
         return "optimizer"
-    if marks & (_Mark.BACKWARD | _Mark.HOOK) or not stack:
+    hooked = _Mark.HOOK in marks and _Mark.FORWARD not in marks
+    if _Mark.BACKWARD in marks or hooked or not stack:
         return "recompute" if _Mark.RECOMPUTE in marks and _recomputes(stack) else "backward"
     if _Mark.SETUP in marks:
         return "setup"
@@ -148,6 +159,7 @@ def _marks(frame: Frame) -> int:
         _Mark.SYNC: _has(file, _GRAD_SYNC) and _has(name, _SYNC_FUNCTIONS),
         _Mark.OPTIMIZER: _has(file, _OPTIMIZER),
         _Mark.RECOMPUTE: _has(file, _RECOMPUTING),
+        _Mark.BUILD: name in _BUILDING_FUNCTIONS,
         _Mark.SETUP: name in _SETUP_FUNCTIONS,
     }
     return int(_Mark.PYTHON) | sum(int(mark) for mark, is_so in said.items() if is_so)

@@ -223,8 +223,18 @@ def test_the_line_is_the_innermost_that_is_no_plumbing() -> None:
             "grad_sync",
         ),
         ([(f"{MEGATRON}/distributed/distributed_data_parallel.py", "hook")], "backward"),
+        (
+            [
+                (f"{MEGATRON}/distributed/param_and_grad_buffer.py", "finish_param_sync"),
+                (f"{MEGATRON}/distributed/distributed_data_parallel.py", "hook"),
+                (f"{MEGATRON}/transformer/transformer_layer.py", "forward"),
+            ],
+            "forward",
+        ),
         ([(f"{TORCH}/optim/adamw.py", "step"), ("train.py", "train_step")], "optimizer"),
         ([(f"{MEGATRON}/distributed/param_and_grad_buffer.py", "__init__")], "setup"),
+        ([(f"{MEGATRON}/optimizer/__init__.py", "get_megatron_optimizer"), ("train.py", "setup")], "setup"),
+        ([("/home/me/optimizer/train.py", "train_step")], "unknown"),
         ([("notebook.py", "<module>")], "unknown"),
     ],
 )
