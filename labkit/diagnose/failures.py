@@ -41,7 +41,7 @@ SIGNS = (
         r"Cannot allocate memory",
         r"std::bad_alloc",
         r"^(?:\w{1,40}\.)?MemoryError\b",
-        r"\bOut Of Memory\b",
+        r"(?<!CUDA )(?<!GPU )\bOut Of Memory\b",
         r"OUT_OF_MEMORY",
         r"DataLoader worker \(pid.{1,300}?(?:is killed by signal: (?:Killed|Bus)|exited unexpectedly)",
         r"insufficient shared memory",

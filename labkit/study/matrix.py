@@ -240,7 +240,10 @@ def _check_recorded(matrix: Matrix, names: Sequence[str], path: Path) -> None:
                 (each for each in matrix.candidates if each.workload.recompute.label == choice), matrix.control
             )
             where = same_work(recorded.workload, nearest_one.workload)
-            raise InputError(f"{path}: recorded {name}: it is of no candidate: its {where} of {nearest_one.label}")
+            raise InputError(
+                f"{path}: recorded {name}: it is of no candidate: its {where}, as {nearest_one.label} has it; "
+                "labkit import log --write-workload writes what was run, for the study's base"
+            )
         for label in labels:
             if label in shown:
                 raise InputError(f"{path}: recorded {name} and {shown[label]} are both of {label}; remove one of them")
