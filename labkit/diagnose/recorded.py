@@ -15,6 +15,7 @@ from labkit.diagnose.case import Case
 from labkit.diagnose.facts import Facts, FailureKind, Iteration, MemoryReport
 from labkit.diagnose.inputs import read
 from labkit.diagnose.launches import resolve
+from labkit.diagnose.snapshots import SnapshotReading
 from labkit.drivers.contract import Failure, Measurement, Outcome, PhasePeak, RankRecord
 from labkit.errors import InputError
 from labkit.workload import Workload
@@ -53,6 +54,10 @@ def read_logs(
     for reading in readings:
         if reading.stated is not None:
             raise InputError(f"{reading.source}: no log, but {reading.kind}; give it as --workload if it is a workload")
+        if isinstance(reading, SnapshotReading):
+            raise InputError(
+                f"{reading.source}: a memory snapshot does not say which steps were done; give the run's log"
+            )
     facts = Facts()
     for reading in readings:
         facts.add(reading.facts)

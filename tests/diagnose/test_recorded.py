@@ -75,6 +75,12 @@ def test_a_log_without_a_steady_peak_is_refused_in_a_sentence(tmp_path: Path, lo
         recorded.read_logs([path])
 
 
+def test_a_memory_snapshot_is_no_log(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "pytorch_allocator" / "snapshot_default.pickle"
+    with pytest.raises(InputError, match="does not say which steps were done"):
+        recorded.read_logs([path], write(tmp_path, "", small())[1])
+
+
 def test_a_study_shows_recorded_figures_beside_its_estimates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
