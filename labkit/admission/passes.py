@@ -264,8 +264,7 @@ class Pass:
         covered = found.covered_bytes
         if reserved:
             increments, gaps = self._gaps
-            least_gaps = np.minimum.accumulate(gaps[::-1])[::-1]
-            covered = covered + least_gaps[np.searchsorted(increments, found.increment_bytes)]
+            covered = covered + gaps[np.searchsorted(increments, found.increment_bytes)]
         return covered + self._beside - 1
 
     def observed(self, sums: Sums, shared: int) -> int:
@@ -302,7 +301,9 @@ class Pass:
         simulated = sorted(self._simulated_gap(load) for load in self._ladder())
         increments = np.array([increment for increment, _ in simulated])
         gaps = [gap for _, gap in simulated]
-        return increments, np.array([gaps[0], *(max(pair) for pair in pairwise(gaps)), max(gaps)], dtype=np.float64)
+        gaps = [gaps[0], *(max(pair) for pair in pairwise(gaps)), max(gaps)]
+        # More never has less set aside, so that what fits still does in a larger budget, and without one of its parts.
+        return increments, np.maximum.accumulate(np.array(gaps, dtype=np.float64))
 
     def _simulated_gap(self, load: Load) -> tuple[float, float]:
         workload = self.workload(load)

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from heapq import heapreplace
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -82,6 +83,9 @@ class _Spreading:
         self.sums = [run.sums(item.lengths, 0 if item.prefix is None else prefixes[item.prefix]) for item in items]
         self.weights: list[float] = []
         self.capacity = 0.0
+        self.runs: list[list[int]] = []
+        """Where each is padded to the longest: sequences of like lengths, as many together as fit."""
+        self._known: dict[tuple[int, int], float] = {}
         self.fewest = len(items)
         """Micro-batches of the best split so far."""
 
@@ -99,6 +103,10 @@ class _Spreading:
             return Split([], unfit, 0)
         rest = [each for each in everything if single.needed[each] <= run.limit]
         least = self._least_count(reserved=not lonely) if run.grows else 1
+        self.runs = [] if run.packs else self._runs(rest, run.limit) or []
+        if run.grows and not lonely and all(len(item.positions) == 1 for item in self.items):
+            # No micro-batch has more sequences beside a longest one than a run has, and runs leave none out.
+            least = max(least, len(self.runs))
         self._weigh(least)
         found = self._together(rest, max(least - len(lonely), 1)) if rest else []
         if len(found) + len(lonely) > least and run.grows:
@@ -174,6 +182,8 @@ class _Spreading:
             prefix = self.items[each].prefix
             if prefix is not None and self.run.packs_trees:
                 families.setdefault(prefix, []).append(each)
+        if self.runs:
+            yield self._even_runs(rest)
         if families:
             pure = self._in_parts([*families.values()])
             others = [each for each in rest if self.items[each].prefix is None]
@@ -184,6 +194,53 @@ class _Spreading:
                 if max(map(self._weight, bins)) <= self.capacity * _NEARLY:
                     yield bins
             count += 1 + count // _PACE
+
+    def _even_runs(self, members: Bin) -> Sequence[Bin]:
+        """Sequences of like lengths together, which pads least; and so that the fullest holds less."""
+        found, low, high = self.runs, 0.0, float(self.run.limit)
+        while len(members) <= _FEW and high - low > high / 8:
+            middle = (low + high) / 2
+            runs = self._runs(members, middle)
+            if runs is None or len(runs) > len(self.runs):
+                low = middle
+            else:
+                found, high = runs, middle
+        return found
+
+    def _runs(self, members: Bin, limit: float) -> list[list[int]] | None:
+        """From the longest on, each as many as fit; None where one does not."""
+        order = sorted(members, key=lambda each: -self.sums[each].longest)
+        bins: list[list[int]] = []
+        at, taken = 0, 1
+        while at < len(order):
+            taken = self._run(order, at, taken, limit)
+            if not taken:
+                return None
+            bins.append([*order[at : at + taken]])
+            at += taken
+        return bins
+
+    def _run(self, order: Bin, at: int, least: int, limit: float) -> int:
+        """How many from a place on fit; those before were at least `least`, and longer."""
+        longest, fits = self.sums[order[at]].longest, 0
+        counts = range(1, least + 2)
+        while True:
+            there = [count for count in counts if at + count <= len(order)]
+            sequences = list(accumulate(self.sums[each].sequences for each in order[at : at + counts[-1]]))
+            needed = self._padded([sequences[count - 1] for count in there], longest)
+            within = [count for count, each in zip(there, needed, strict=True) if each <= limit]
+            fits = max(fits, *within, 0)
+            if len(within) < len(counts):
+                return fits
+            counts = range(counts[-1] + 1, 2 * counts[-1] + 1)
+
+    def _padded(self, counts: Sequence[int], longest: int) -> list[float]:
+        """What so many sequences need that are padded to the longest."""
+        missing = [each for each in counts if (each, longest) not in self._known]
+        if missing:
+            needed = self.run.prices([(Sums(each, each * longest, 0, 0, longest), 0) for each in missing]).needed
+            self._known |= {(each, longest): float(found) for each, found in zip(missing, needed, strict=True)}
+        return [self._known[each, longest] for each in counts]
 
     def _spread(self, members: Bin, count: int) -> Iterator[Sequence[Bin]]:
         """Over so many bins, nearly even: each into the lightest, or as the least capacity has it that suffices."""

@@ -134,6 +134,16 @@ def test_what_is_called_fewest_is(name: str, lengths: list[int], budget: int) ->
     assert not decision.is_fewest or len(decision.micro_batches) == fewest
 
 
+def test_padded_sequences_go_with_those_of_their_length() -> None:
+    """Which is proven to take fewest micro-batches."""
+    lengths = [900, 30, 880, 40, 35, 890, 870, 25]
+    decision = admission("padded", 360).decide(lengths)
+    assert decision.is_fewest
+    for each in decision.micro_batches:
+        alike = [lengths[at] > 800 for at in each.requests]
+        assert len(set(alike)) == 1 or each.workload.batch.seq_length * len(alike) < 900 * 5
+
+
 def fits(run: Pass, lengths: Sequence[int], chosen: Sequence[int]) -> bool:
     load = run.load([lengths[at] for at in chosen])
     if run.prices([(load.sums, 0)]).needed[0] <= run.limit:
