@@ -247,7 +247,8 @@ class Entries:
     def run(self, content: bytes, at: int, memo: list[Any]) -> tuple[int, Rows | None]:
         """Take the entries from `at` on that look like earlier ones: where they end, and their rows, None if none."""
         patterns, start = self._patterns, len(self)
-        while True:
+        table, most = self._table, _MOST_ENTRIES * _WIDTH
+        while len(table) <= most:
             for pattern in patterns:
                 if found := pattern.match(content, at):
                     break
