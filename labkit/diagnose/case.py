@@ -11,8 +11,6 @@ from labkit.workload import Workload
 from labkit.workload.gpu import GIB, GPUS, MIB
 
 _MOST_ADVICE = 4
-_NARROWER = " is narrower and holds "
-"""In sentences of why less would not do (`labkit.plan.advice`), which `labkit plan` itself shows."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,9 @@ class Case:
         if self.stated is None or self.estimate is None:
             return ()
         try:
-            said = advise(self.stated.workload, self.budget).sentences
+            return advise(self.stated.workload, self.budget).sentences[:_MOST_ADVICE]
         except LabkitError:
             return ()
-        return tuple(sentence for sentence in said if _NARROWER not in sentence)[:_MOST_ADVICE]
 
     @property
     def budget(self) -> Budget:

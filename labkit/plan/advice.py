@@ -55,7 +55,7 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         for other, count in settings_that_fit(ranking, plain):
             others.append(other)
             considered += count
-    options = _Options(ranking)
+    options, words = _Options(ranking), Words(ranking, others)
     return Advice(
         workload=workload,
         workload_hash=workload.content_hash,
@@ -70,7 +70,8 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         settings=tuple(options.listed(each, difference(workload, each.workload)) for each in others),
         alone=tuple(_label_prices(workload, priced)),
         savings=() if first is None or first is ranking.control else tuple(_savings(ranking, first)),
-        sentences=tuple(Words(ranking, others).sentences()),
+        sentences=tuple(words.sentences()),
+        why_not_less=tuple(words.why_not_less()),
     )
 
 

@@ -99,6 +99,8 @@ class Advice(Part):
     """Where the first choice's saving comes from, largest first."""
     sentences: Many[str]
     """The advice and its reasons."""
+    why_not_less: Many[str] = ()
+    """Where the workload does not fit as it is: what the nearest choices lack that replay less than the first."""
     shows_all: bool = Field(default=False, exclude=True)
     """The table for people has every choice."""
 
@@ -107,7 +109,7 @@ class Advice(Part):
 
         layout = f"{self.workload.parallelism.world_size} x {GPUS[self.workload.training.gpu].name}"
         yield Text.assemble((self.workload.model.name, "bold"), f"  {layout}, {self.considered} choices priced")
-        yield from map(Text, self.sentences)
+        yield from map(Text, (*self.sentences, *self.why_not_less))
         yield _options(self._shown(), self.control.label, self.first)
         if self.savings:
             assert self.first is not None

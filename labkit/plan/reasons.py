@@ -28,6 +28,12 @@ class Words(NamedTuple):
         yield from self._refusal() if first is None else self._proposal(first)
         yield from _not_priced(self.ranking.control.workload)
 
+    def why_not_less(self) -> Iterator[str]:
+        """Why what recomputes less than the first choice does not do; nothing where the workload fits as it is."""
+        first = self.ranking.first
+        if first is not None and not self.ranking.fits(self.ranking.control):
+            yield from self._narrower(first)
+
     @property
     def _allowed(self) -> str:
         budget = self.ranking.budget
@@ -64,7 +70,6 @@ class Words(NamedTuple):
             yield f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}."
         if fragmentation := ranking.fragmentation(first):
             yield fragmentation
-        yield from self._narrower(first)
         yield from self._of_labels(first)
         yield from self._floor(first)
         if not ranking.fits(control):
@@ -114,10 +119,7 @@ class Words(NamedTuple):
         return difference(self.ranking.control.workload, other.workload)
 
     def _narrower(self, first: Priced) -> Iterator[str]:
-        """Why what recomputes less does not do: only where the control does not fit."""
         ranking = self.ranking
-        if ranking.fits(ranking.control):
-            return
         modules = first.workload.recompute.modules
         cheaper = [
             each

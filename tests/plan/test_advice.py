@@ -60,7 +60,7 @@ def test_on_nemotron_no_list_narrower_than_moe_fits(nemotron: Advice) -> None:
     assert nemotron.first is not None
     assert nemotron.first.fits
     assert nemotron.first.replay_seconds <= nemotron.labels.replay_seconds
-    said = " ".join(nemotron.sentences)
+    said = " ".join(nemotron.why_not_less)
     assert "[layernorm, moe_act, shared_experts] is narrower and holds" in said
     assert "GiB too much" in said
 
