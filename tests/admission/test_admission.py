@@ -25,7 +25,7 @@ from labkit.workload.gpu import GIB, MIB
 from tests.memory import grid
 from tests.memory.test_lora import tuned
 
-EXAMPLES = int(os.environ.get("LABKIT_EXAMPLES", "3"))
+EXAMPLES = int(os.environ.get("LABKIT_EXAMPLES", "2"))
 """Of each property; `make admission` tries more."""
 PLENTY = 2**40
 PADDED = grid.workload("attention: grouped queries")
@@ -36,7 +36,7 @@ TEMPLATES = {
     ),
     "trees of experts": grid.workload("lora: experts, all-to-all"),
     "trees without gradients": tuned(
-        training__lora__no_grad=True, training__lora__outputs="log_probs", training__lora__output_chunk_rows=100
+        training__lora__no_grad=True, training__lora__outputs="log_probs", training__lora__output_chunk_rows=512
     ),
     "packed": grid.workload("packed: delta nets, two contexts"),
     "padded": PADDED,
