@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "report": TABLE | {"console", "report"},
     "cli": TABLE
-    | {"console", "memory", "drivers", "importers", "study", "plan", "admission", "check", "diagnose", "report"},
+    | {"console", "memory", "drivers", "importers", "study", "plan", "admission", "check", "diagnose", "report", "cli"},
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

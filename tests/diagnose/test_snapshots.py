@@ -234,7 +234,7 @@ def test_the_line_is_the_innermost_that_is_no_plumbing() -> None:
         ([(f"{TORCH}/optim/adamw.py", "step"), ("train.py", "train_step")], "optimizer"),
         ([(f"{MEGATRON}/distributed/param_and_grad_buffer.py", "__init__")], "setup"),
         ([(f"{MEGATRON}/optimizer/__init__.py", "get_megatron_optimizer"), ("train.py", "setup")], "setup"),
-        ([("/home/me/optimizer/train.py", "train_step")], "unknown"),
+        ([("/srv/optimizer/train.py", "train_step")], "unknown"),
         ([("notebook.py", "<module>")], "unknown"),
     ],
 )

@@ -1,0 +1,46 @@
+"""What commands print, and where they may write."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from labkit.errors import InputError
+
+if TYPE_CHECKING:
+    from labkit.workload.base import Part
+
+
+def check_output(path: Path) -> None:
+    """Refuse a place for a file where something else stands, before the work is done.
+
+    Raises:
+        InputError: it is a folder, a device, a pipe or a link.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
+        raise InputError(f"{path}: is {kind}; give the file another name")
+
+
+def warn(sentence: str) -> None:
+    """A sentence on stderr."""
+    from labkit.console import printable
+
+    typer.echo(f"labkit: {printable(' '.join(sentence.split()))}", err=True)
+
+
+def say(text: object) -> None:
+    """A line on stdout."""
+    from labkit.console import printable
+
+    typer.echo(printable(str(text)))
+
+
+def show(value: "Part", json: bool) -> None:
+    """A result on stdout, for people or as JSON."""
+    if json:
+        typer.echo(value.model_dump_json())
+        return
+    from labkit.console import Terminal
+
+    Terminal().print(value)

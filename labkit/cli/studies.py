@@ -1,0 +1,175 @@
+"""Commands that run many: studies, reports, notebooks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from labkit.cli.options import (
+    DriverOption,
+    JsonOption,
+    MemoryLimitOption,
+    OnlyOption,
+    StoreOption,
+    StudyArgument,
+    TimeLimitOption,
+    WorkersOption,
+    limits_of,
+    path_of,
+)
+from labkit.cli.output import say, show, warn
+
+if TYPE_CHECKING:
+    from labkit.study import Study
+
+study_app = typer.Typer(help="Run matched studies, and see where they stand.")
+
+
+@study_app.command("run")
+def study_run(
+    study: StudyArgument,
+    *,
+    only: OnlyOption = None,
+    driver: DriverOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Also make again what is there.")] = False,
+    workers: WorkersOption = None,
+    time_limit: TimeLimitOption = 600,
+    memory_limit: MemoryLimitOption = 4,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the missing results of a study. Stop it as you like: what is finished is kept."""
+    opened = open_study(study, store)
+    limits = limits_of(time_limit, memory_limit)
+    status = opened.run(only or (), drivers=[driver] if driver else (), force=force, workers=workers, limits=limits)
+    show(status, json)
+    elsewhere = opened.elsewhere(status)
+    for name in elsewhere:
+        warn(f"{name} cannot run on this machine (labkit doctor says why); cells made on another can be copied here")
+    if status.count("failed") or elsewhere:
+        raise typer.Exit(1)
+
+
+@study_app.command("submit")
+def study_submit(
+    study: StudyArgument,
+    *,
+    only: OnlyOption = None,
+    driver: DriverOption = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, max=10_000, help="Of the array, at most.", show_default="the study file's"),
+    ] = None,
+    workers: WorkersOption = None,
+    time_limit: TimeLimitOption = 600,
+    memory_limit: MemoryLimitOption = 4,
+    local: Annotated[bool, typer.Option("--local", help="Processes of this machine in Slurm's place.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back when all jobs have ended.")] = False,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the missing results of a study as a Slurm array, with the resources that its file names."""
+    from labkit.study.slurm import submit
+
+    opened = open_study(study, store)
+    submitted = submit(
+        opened,
+        only or (),
+        drivers=[driver] if driver else (),
+        jobs=jobs,
+        workers=workers,
+        limits=limits_of(time_limit, memory_limit),
+        local=local,
+        wait=wait,
+    )
+    show(opened.status() if wait else submitted, json)
+    if wait and (opened.missing(only or (), [driver] if driver else ())):
+        raise typer.Exit(1)
+
+
+@study_app.command("status")
+def study_status(study: StudyArgument, store: StoreOption = None, json: JsonOption = False) -> None:
+    """Say which results of a study are done, missing, damaged or made by other versions."""
+    show(open_study(study, store).status(), json)
+
+
+@study_app.command("export")
+def study_export(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml|DIR", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.parquet", parser=path_of, help="Where the frame goes.")
+    ],
+    store: StoreOption = None,
+) -> None:
+    """Write every result of a study's store, or of a folder of results, as one table (parquet)."""
+    from labkit.study.export import write
+    from labkit.study.store import Store
+
+    folder = Store(study) if study.is_dir() else open_study(study, store).store
+    frame = write(folder, output, lambda damage: warn(str(damage)))
+    say(f"{output}: {len(frame)} results")
+
+
+def report(
+    study: StudyArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            parser=path_of,
+            show_default="figures/NAME.html",
+            help="Where the report goes.",
+        ),
+    ] = None,
+) -> None:
+    """Run what is missing of a study and write its report: one self-contained HTML file."""
+    opened = open_study(study, None)
+    output = output or Path("figures") / f"{opened.name}.html"
+    from labkit.report.files import check_output
+
+    check_output(output)
+    status = opened.run()
+    from labkit.report.document import write_report
+
+    written = write_report(study, output)
+    say(f"{written}: {status.sentence}")
+    if status.count("failed"):
+        raise typer.Exit(1)
+
+
+def notebook(
+    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK.py", show_default=False)],
+    *,
+    parameters: Annotated[
+        Path,
+        typer.Option(
+            "--parameters",
+            "-f",
+            metavar="FILE.yaml",
+            parser=path_of,
+            help="A mapping of parameters, or a list of them.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", parser=path_of, help="Folder of the executed notebooks.")
+    ],
+    workers: Annotated[int, typer.Option("--workers", min=1, max=1000, help="Runs at once.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Also run again what is done.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run a notebook headless, once for each of its parameters. Stop it as you like: what is done is kept."""
+    from labkit.report.headless import load_parameters, run_all
+
+    runs = run_all(source, load_parameters(parameters), output, workers=workers, force=force, say=warn)
+    show(runs, json)
+    if not runs.done:
+        raise typer.Exit(1)
+
+
+def open_study(study: Path, store: Path | None) -> "Study":
+    """A study with its results."""
+    from labkit.study import Study
+
+    return Study.load(study, store)
