@@ -116,7 +116,7 @@ def outside_bytes(message: OutOfMemory) -> int | None:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in words: `12.34 GiB`, `512 MiB`."""
+    """Bytes in words: `12.34 GiB`, `512 MiB`, `12.5 MiB`."""
     if nbytes >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
-    return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} bytes"
+    return f"{round(nbytes / MIB, 2):g} MiB" if nbytes >= MIB else f"{nbytes} bytes"

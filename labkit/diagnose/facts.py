@@ -8,8 +8,14 @@ from typing import Literal, NamedTuple
 from labkit.console import printable
 from labkit.workload.base import Part
 
-Phase = Literal["", "setup", "forward", "backward", "grad_sync", "optimizer"]
-"""As `labkit.ledger` has them; empty where the source does not say."""
+Phase = Literal["", "setup", "forward", "backward", "grad_sync", "optimizer", "evaluation", "saving"]
+"""As `labkit.ledger` has them, and two that are no part of a step; empty where the source does not say."""
+
+Before = Literal["", "1.4", "2.1"]
+"""Versions of PyTorch; empty where none is known."""
+
+_SEGMENT = 20 * 2**20
+"""`kLargeBuffer` of `c10/cuda/CUDACachingAllocator.h`: what a small request takes of the device."""
 
 LONGEST_QUOTE = 400
 """Characters of a line that are shown."""
@@ -80,12 +86,27 @@ class OutOfMemory:
     """Of `allocated`, in private pools: CUDA graphs."""
     reserved: int | None = None
     """By PyTorch, in all: `allocated` and what it keeps unallocated."""
+    before: Before = ""
+    """Of which version's predecessors the message is."""
 
     @property
     def figures(self) -> tuple[object, ...]:
         """What the message itself says: printed twice, it is the same."""
         amounts = (self.requested, self.capacity, self.free, self.process, self.allocated, self.reserved)
         return (self.rank, self.device, *amounts, self.private_pools, self.allowed, self.others)
+
+    @property
+    def room(self) -> int:
+        """What PyTorch could still have got of the device: what is free, within the limit of the process."""
+        free = self.free or 0
+        return (
+            free if self.allowed is None or self.reserved is None else min(free, max(0, self.allowed - self.reserved))
+        )
+
+    @property
+    def found_free(self) -> bool:
+        """Whether the device had what was asked for, in a segment of its own."""
+        return self.requested is not None and self.requested + _SEGMENT <= (self.free or 0)
 
     @property
     def unallocated(self) -> int | None:

@@ -1,8 +1,9 @@
 """PyTorch's out-of-memory messages, of every version since 0.4.
 
 - 0.4 to 2.0: `CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.15 GiB total capacity; 76.30 GiB already
-  allocated; 1.20 GiB free; 77.00 GiB reserved in total by PyTorch)`; until 1.3 it says `cached` at the end, and since
-  1.8 `78.00 GiB allowed;` before it where the process is limited.
+  allocated; 1.20 GiB free; 77.00 GiB reserved in total by PyTorch)`; until 1.3 it says `cached` at the end, which
+  is what it keeps unallocated (`amount_cached - amount_allocated`), and since 1.8 `78.00 GiB allowed;` before it where
+  the process is limited.
 - since 2.1 (`c10/cuda/CUDACachingAllocator.cpp`, `malloc`): `... GPU 0 has a total capacity of 79.15 GiB of which 1.20
   GiB is free. Process 123 has 1.00 GiB memory in use. Including non-PyTorch memory, this process has 77.00 GiB memory
   in use. 78.00 GiB allowed; Of the allocated memory 76.00 GiB is allocated by PyTorch, with 1.00 GiB allocated in
@@ -17,7 +18,7 @@ The texts of 2.14 are those in its library (`libc10_cuda.so`). Amounts are round
 import re
 from dataclasses import replace
 
-from labkit.diagnose.facts import Evidence, OutOfMemory
+from labkit.diagnose.facts import Before, Evidence, OutOfMemory
 
 _BEGINS = re.compile(
     r"\bOutOfMemoryError: \S|^[\w.]{0,40}OutOfMemoryError$|(?:CUDA|HIP) out of memory|"
@@ -46,12 +47,17 @@ _AMOUNTS = {
     "allowed": rf"{_AMOUNT} allowed;|user-supplied memory fraction\) : {_AMOUNT}",
     "allocated": rf"{_AMOUNT} already allocated|{_AMOUNT} is allocated by PyTorch|Currently allocated : {_AMOUNT}",
     "private_pools": rf"with {_AMOUNT} allocated in private pools",
-    "total": rf"; {_AMOUNT} reserved in total by PyTorch|; {_AMOUNT} cached",
-    "unallocated": rf"{_AMOUNT} is reserved by PyTorch but unallocated",
+    "total": rf"; {_AMOUNT} reserved in total by PyTorch",
+    "unallocated": rf"{_AMOUNT} is reserved by PyTorch but unallocated|; {_AMOUNT} cached",
 }
 _PATTERNS = {name: re.compile(pattern) for name, pattern in _AMOUNTS.items()}
 """For text whose blanks are single."""
 _OTHERS = re.compile(r"Process \d{1,12} has " + _AMOUNT + " memory in use")
+_VERSIONS: tuple[tuple[re.Pattern[str], Before], ...] = (
+    (re.compile(r" cached\)"), "1.4"),
+    (re.compile(r" total capacity; "), "2.1"),
+)
+"""What only versions before these write."""
 _DEVICE = re.compile(r"\(GPU (\d{1,4});|GPU (\d{1,4}) has a total|on device (\d{1,4})\b")
 _MOST_PROCESSES = 64
 _ROUNDED = 0.999
@@ -91,6 +97,7 @@ def parse(text: str, evidence: Evidence, rank: int | None = None) -> OutOfMemory
         device=None if device is None else int(next(group for group in device.groups() if group)),
         reserved=total,
         others=tuple(others),
+        before=next((version for pattern, version in _VERSIONS if pattern.search(text)), ""),
     )
     return replace(message, **found)  # type: ignore[arg-type]
 

@@ -8,8 +8,10 @@ from typing import Literal, NamedTuple
 
 from labkit.snapshot import Frame
 
-Moment = Literal["setup", "forward", "backward", "recompute", "grad_sync", "optimizer", "unknown"]
-"""A phase; `recompute` is forward code that backward runs again."""
+Moment = Literal[
+    "setup", "forward", "backward", "recompute", "grad_sync", "optimizer", "evaluation", "saving", "unknown"
+]
+"""A phase; `recompute` is forward code that backward runs again; `evaluation` and `saving` are no part of a step."""
 
 _PLUMBING = (
     "/torch/",
@@ -51,6 +53,8 @@ _SYNC_FUNCTIONS = ("grad_sync", "finalize_model_grads", "reduce")
 _BUILDING_FUNCTIONS = ("setup_model_and_optimizer", "get_megatron_optimizer", "get_model", "load_checkpoint")
 _SETUP_FUNCTIONS = ("__init__", "model_provider")
 """Those that build, and those that anything may call while it runs."""
+_EVALUATING_FUNCTIONS = ("evaluate", "evaluate_and_print_results", "validation_step", "evaluation_loop")
+_SAVING_FUNCTIONS = ("save_checkpoint", "save_checkpoint_and_time", "save_parameter_state")
 _BACKWARD_FUNCTIONS = ("backward", "backward_step", "_engine_run_backward", "custom_backward")
 _NATIVE_TELLING = ("torch::autograd::generated::", "at::native::", "at::", "c10d::")
 _RECOMPUTING = (
@@ -88,6 +92,8 @@ class _Mark(IntFlag):
     RECOMPUTE = auto()
     BUILD = auto()
     SETUP = auto()
+    EVALUATE = auto()
+    SAVE = auto()
 
 
 _PYTHON = int(_Mark.PYTHON)
@@ -122,6 +128,10 @@ def moment_of(stack: Sequence[Frame]) -> Moment:
     C++ frames say otherwise.
     """
     marks = _Mark(reduce(or_, map(_marks, stack), 0))
+    if _Mark.SAVE in marks:
+        return "saving"
+    if _Mark.EVALUATE in marks:
+        return "evaluation"
     if _Mark.SYNC in marks and _Mark.HOOK not in marks:
         return "grad_sync"
     if _Mark.BUILD in marks:
@@ -161,6 +171,8 @@ def _marks(frame: Frame) -> int:
         _Mark.RECOMPUTE: _has(file, _RECOMPUTING),
         _Mark.BUILD: name in _BUILDING_FUNCTIONS,
         _Mark.SETUP: name in _SETUP_FUNCTIONS,
+        _Mark.EVALUATE: name in _EVALUATING_FUNCTIONS,
+        _Mark.SAVE: name in _SAVING_FUNCTIONS,
     }
     return int(_Mark.PYTHON) | sum(int(mark) for mark, is_so in said.items() if is_so)
 

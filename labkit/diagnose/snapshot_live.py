@@ -1,6 +1,6 @@
 """What was live at a moment, by the source line that asked for it."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BEFORE = Site("allocated before the recording began", "")
 _DEEPEST = 100
 """Frames of a stack that are shown."""
-MOMENTS: tuple[Moment, ...] = ("setup", "forward", "backward", "recompute", "grad_sync", "optimizer", "unknown")
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 def step_ends(moments: "NDArray[np.int64]") -> "NDArray[np.int64]":

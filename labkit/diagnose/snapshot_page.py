@@ -15,7 +15,10 @@ _SHOWN = 15
 _WIDTH, _HEIGHT = 76, 8
 """Characters of the chart."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_LETTERS = {"setup": "s", "forward": "f", "backward": "b", "recompute": "r", "grad_sync": "g", "optimizer": "o"}
+_LETTERS = {
+    "setup": "s", "forward": "f", "backward": "b", "recompute": "r", "grad_sync": "g", "optimizer": "o",
+    "evaluation": "e", "saving": "w",
+}  # fmt: skip
 
 
 class Point(Part):
@@ -26,7 +29,8 @@ class Point(Part):
     seconds: float | None
     """Since the first entry; None where PyTorch wrote no times."""
     phase: str
-    """Of a step: `setup`, `forward`, `backward`, `recompute`, `grad_sync`, `optimizer`, `unknown`."""
+    """Of a step: `setup`, `forward`, `backward`, `recompute`, `grad_sync`, `optimizer`; `evaluation`, `saving`,
+    `unknown`."""
     allocated_bytes: int
     """Asked for by tensors."""
     reserved_bytes: int

@@ -235,6 +235,8 @@ _PHASES: dict[str, Phase] = {
     "recompute": "backward",
     "grad_sync": "grad_sync",
     "optimizer": "optimizer",
+    "evaluation": "evaluation",
+    "saving": "saving",
     "unknown": "",
 }
 

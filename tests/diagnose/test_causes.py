@@ -43,6 +43,8 @@ def traceback(*places: str) -> str:
 FORWARD = traceback("core/pipeline_parallel/schedules.py:forward_step", "core/transformer/mlp.py:forward")
 EXPERTS = traceback("core/pipeline_parallel/schedules.py:forward_step", "core/transformer/moe/experts.py:forward")
 OPTIMIZER = traceback("training/training.py:train_step", "core/optimizer/distrib_optimizer.py:step")
+EVALUATION = traceback("training/training.py:evaluate", "core/transformer/mlp.py:forward")
+SAVING = traceback("training/checkpointing.py:save_checkpoint", "core/optimizer/distrib_optimizer.py:save")
 SETUP = traceback("training/training.py:setup_model_and_optimizer", "core/models/gpt/gpt_model.py:__init__")
 STEP = (
     "iteration        {}/      20 | consumed samples: 4 | elapsed time per iteration (ms): 466.3 | lm loss: 9.1E+00 |"
@@ -74,6 +76,11 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         message(pools="with 1.00 GiB allocated in private pools (e.g., CUDA Graphs), "),
         [("capacity", "cause"), ("private pools", "contributes")],
     ),
+    "before 1.4, what was cached is unallocated": (
+        "RuntimeError: CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 15.90 GiB total capacity; 14.81 GiB "
+        "already allocated; 9.88 MiB free; 351.21 MiB cached)",
+        [("capacity", "cause")],
+    ),
     "another process": (
         message(others="Process 7 has 30.00 GiB memory in use. ", process="47.00 GiB", allocated="45.00 GiB"),
         [("outside PyTorch", "cause"), ("capacity", "contributes")],
@@ -86,6 +93,16 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         message(allowed="75.50 GiB allowed; "),
         [("capacity", "cause"), ("outside PyTorch", "contributes")],
     ),
+    "a limit, and a GPU with room": (
+        message(free="38.10 GiB", process="39.60 GiB", allocated="38.50 GiB", allowed="39.55 GiB allowed; "),
+        [("outside PyTorch", "cause"), ("capacity", "contributes")],
+    ),
+    "a GPU with room, and no limit": (
+        message(asked="12.50 MiB", free="9.28 GiB", process="69.80 GiB", allocated="68.50 GiB"),
+        [("outside PyTorch", "cause"), ("capacity", "contributes")],
+    ),
+    "evaluation": (f"{EVALUATION}\n{message()}", [("capacity", "cause")]),
+    "a checkpoint": (f"{SAVING}\n{message()}", [("capacity", "cause")]),
     "a library": (
         "n1:1:2 [3] NCCL WARN Cuda failure 2 'out of memory'\nRuntimeError: NCCL error: unhandled cuda error",
         [("outside PyTorch", "cause"), ("not memory", "note")],
@@ -207,6 +224,29 @@ def test_what_a_message_says_beyond_its_phase(tmp_path: Path) -> None:
     assert "more than the whole GPU has" in after.happened
     (two, *_) = diagnosed(tmp_path, f"[rank0]: {message()}\n[rank1]: {message()}").findings
     assert two.happened.endswith("1 other rank ran out as well.")
+
+
+OLD = (
+    "CUDA out of memory. Tried to allocate 5.00 GiB (GPU 0; 79.15 GiB total capacity; 72.00 GiB already allocated; "
+    "1.20 GiB free; 76.00 GiB reserved in total by PyTorch)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "happened", "remedy"),
+    [
+        (OLD, "fragmentation", "with the 1.20 GiB that the GPU still had, 5.20 GiB was unused", "max_split_size_mb"),
+        (message(asked="12.50 MiB", free="9.28 GiB"), "outside PyTorch", "9.28 GiB of the GPU was free", ""),
+        (f"{EVALUATION}\n{message()}", "capacity", "it runs without gradients", "micro-batch of evaluation"),
+        (f"{SAVING}\n{message()}", "capacity", "while a checkpoint was saved", "--ckpt-format torch_dist"),
+    ],
+)  # fmt: skip
+def test_what_happened_and_what_to_try_fit_the_message(
+    tmp_path: Path, text: str, cause: str, happened: str, remedy: str
+) -> None:
+    found = next(each for each in diagnosed(tmp_path, text).findings if each.cause == cause)
+    assert happened in found.happened
+    assert remedy in " ".join(found.remedies)
 
 
 def test_two_files_that_say_what_was_run_are_one_too_many(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ FRAMES = {
                "core/transformer/mlp.py:forward"],
     "grad_sync": ["core/distributed/finalize_model_grads.py:finalize_model_grads"],
     "optimizer": ["core/optimizer/distrib_optimizer.py:step_with_ready_grads", "pytorch/optimizers/fused_adam.py:step"],
+    "evaluation": ["training/training.py:evaluate", "core/pipeline_parallel/schedules.py:forward_step"],
+    "saving": ["training/checkpointing.py:save_checkpoint", "core/optimizer/distrib_optimizer.py:get_parameter_state"],
     "setup": ["training/training.py:setup_model_and_optimizer", "core/models/gpt/gpt_model.py:__init__"],
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ MESSAGES: dict[str, tuple[str, dict[str, float]]] = {
         "RuntimeError: CUDA out of memory. Tried to allocate 1.37 GiB (GPU 0; 11.17 GiB total capacity; 7.33 GiB "
         "already "
         "allocated; 1.02 GiB free; 2.28 GiB cached)",
-        {"requested": 1.37, "capacity": 11.17, "allocated": 7.33, "free": 1.02, "reserved": 2.28, "device": 0},
+        {"requested": 1.37, "capacity": 11.17, "allocated": 7.33, "free": 1.02, "reserved": 7.33 + 2.28, "device": 0},
     ),
     "1.13": (
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 3; 79.15 GiB total capacity; "
@@ -119,3 +119,7 @@ def test_in_a_container_the_process_that_holds_what_pytorch_has_is_this_one() ->
 @pytest.mark.parametrize("code", ["except torch.cuda.OutOfMemoryError:", "except torch.OutOfMemoryError as error:"])
 def test_code_that_names_the_error_is_no_message(code: str) -> None:
     assert oom.begins(code) is None
+
+
+def test_versions_before_a_setting_are_told() -> None:
+    assert [read(MESSAGES[each][0]).before for each in ("1.0", "1.13", "2.1")] == ["1.4", "2.1", ""]

@@ -275,7 +275,7 @@ def test_pieces_that_are_too_small_are_fragmentation(tmp_path: Path) -> None:
     assert failure.largest_usable_bytes < failure.requested_bytes < failure.usable_bytes < failure.unallocated_bytes
     first = diagnosis.findings[0]
     assert (first.cause, first.weight) == ("fragmentation", "cause")
-    assert "in pieces of at most 15 MiB" in first.happened
+    assert "in pieces of at most 15.32 MiB" in first.happened
     assert not any("expandable" in remedy for remedy in first.remedies)
 
 

@@ -5,12 +5,21 @@ from collections.abc import Iterator
 from labkit.diagnose.case import Case, size
 from labkit.diagnose.causes.common import LARGE, messages
 from labkit.diagnose.diagnosis import Finding
-from labkit.diagnose.facts import MemorySummary
+from labkit.diagnose.facts import Before, MemorySummary
 
 _SMALL = 0.01
 """Of what is reserved: so much lies unallocated in any run."""
 _EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF is the name since PyTorch 2.9)"
-_CONFIRM = "Run it once with expandable segments, changing nothing else: if it passes, it was fragmentation."
+_SETTINGS: dict[Before, str] = {
+    "": _EXPANDABLE,
+    "2.1": "set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512 (PyTorch 1.10 to 2.0; from 2.1 on "
+    "expandable_segments:True does better)",
+    "1.4": "use a newer PyTorch: this one has no setting against it (max_split_size_mb came with 1.10, expandable "
+    "segments with 2.1)",
+}
+"""By version."""
+_CONFIRM = "Run it once with {}, changing nothing else: if it passes, it was fragmentation."
+_TRIED: dict[Before, str] = {"": "expandable segments", "2.1": "max_split_size_mb:512", "1.4": "a newer PyTorch"}
 
 
 def fragmentation(case: Case) -> Iterator[Finding]:
@@ -21,7 +30,7 @@ def fragmentation(case: Case) -> Iterator[Finding]:
         yield from _fragmented_summary(case)
         return
     share = unallocated / first.reserved
-    enough = first.requested is not None and first.requested <= unallocated + (first.free or 0)
+    enough = first.requested is not None and first.requested <= unallocated + first.room
     if share < (_SMALL if enough else LARGE):
         return
     asked = "" if first.requested is None else f"{size(first.requested)} could not be had while "
@@ -30,6 +39,8 @@ def fragmentation(case: Case) -> Iterator[Finding]:
         f"{asked}PyTorch kept {size(unallocated)} reserved but unallocated{whose} ({share:.1%} of what it has reserved)"
     )
     held = f"; only {size(first.allocated or 0)} was allocated"
+    if enough and (first.requested or 0) > unallocated:
+        held = f"; with the {size(first.room)} that the GPU still had, {size(unallocated + first.room)} was unused"
     if enough and first.largest is not None:
         verdict = f"{held}: the memory is there, in pieces of at most {size(first.largest)}."
     elif enough:
@@ -42,12 +53,12 @@ def fragmentation(case: Case) -> Iterator[Finding]:
         happened=happened + verdict,
         evidence=messages(case),
         confirm=(
-            *(() if first.expandable else (_CONFIRM,)),
+            *(() if first.expandable else (_CONFIRM.format(_TRIED[first.before]),)),
             "torch.cuda.memory_summary() before the failure: Non-releasable memory is what lies in split blocks; "
             "a memory snapshot shows which tensors keep the segments.",
         ),
         remedies=(
-            *(() if first.expandable else (f"{_EXPANDABLE}.",)),
+            *(() if first.expandable else (f"{_SETTINGS[first.before]}.",)),
             "--empty-unused-memory-level 1 gives cached blocks back each step, at the cost of time.",
             "Keep shapes alike from step to step (packed rows of equal length, experts' capacity): each new size "
             "leaves pieces of the old ones.",
@@ -84,7 +95,7 @@ def private_pools(case: Case) -> Iterator[Finding]:
     if first is None or not first.private_pools:
         return
     pools, allocated = first.private_pools, first.allocated or first.private_pools
-    enough = first.requested is not None and first.requested <= pools + (first.free or 0)
+    enough = first.requested is not None and first.room < first.requested <= pools + first.room
     large = pools >= 4 * LARGE * allocated
     yield Finding(
         cause="private pools",

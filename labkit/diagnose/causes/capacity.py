@@ -13,9 +13,34 @@ _HOLDS = {
     "backward": "activations that are not yet freed lie beside gradients and what backward needs for a moment",
     "grad_sync": "gradients are reduced, some of them in copies",
     "optimizer": "parameters, gradients and the optimizer's state leave no room for what its step needs",
+    "evaluation": "it runs without gradients, nothing is kept for backward: what a layer or the loss needs does not "
+    "fit beside the state",
+    "saving": "a checkpoint was being saved, whose gathered or copied state does not fit beside what training holds",
     "": "neither the message nor a traceback says in which phase",
 }
-_NAMES = {"setup": "before the first step", "grad_sync": "while gradients are reduced", "optimizer": "in the optimizer"}
+_NAMES = {
+    "setup": "before the first step",
+    "grad_sync": "while gradients are reduced",
+    "optimizer": "in the optimizer",
+    "saving": "while a checkpoint was saved",
+}
+_BESIDE_STEPS: dict[str, tuple[str, ...]] = {
+    "evaluation": (
+        "No recompute label helps: without gradients nothing is kept for backward.",
+        "A smaller micro-batch of evaluation (--eval-micro-batch-size), or shorter rows there.",
+        "--empty-unused-memory-level 1 before it, where what training's shapes left is in pieces.",
+        "Logits and loss are the largest of it: a fused cross entropy (--cross-entropy-loss-fusion).",
+    ),
+    "saving": (
+        "No recompute label helps: no activation is alive then.",
+        "Save what each rank holds instead of gathering it: --ckpt-format torch_dist without "
+        "--dist-ckpt-optim-fully-reshardable, or with --distrib-optim-fully-reshardable-mem-efficient, which gathers "
+        "on the host.",
+        "torch.cuda.empty_cache() before save_checkpoint, so that the step's cached blocks can serve it.",
+        "--no-save-optim shows whether it is the optimizer's state.",
+    ),
+}
+"""Remedies of what is no part of a training step."""
 
 
 def capacity(case: Case) -> Iterator[Finding]:
@@ -30,6 +55,8 @@ def capacity(case: Case) -> Iterator[Finding]:
     phase = _NAMES.get(first.phase, f"in {first.phase}") if first.phase else ""
     replaying = ", running a forward again" if first.replays else ""
     when = f"of iteration {first.iteration}" if first.iteration and phase else ""
+    if first.phase in _BESIDE_STEPS:
+        when = f"after iteration {first.iteration - 1}" if first.iteration else ""
     place = f", at {first.place}" if first.place else ""
     words = " ".join(word for word in (who, "asked for", asked, phase, when) if word)
     held = "" if first.allocated is None else f" {size(first.allocated)} was allocated"
@@ -42,14 +69,14 @@ def capacity(case: Case) -> Iterator[Finding]:
         happened=happened,
         evidence=messages(case),
         confirm=tuple(_confirm_capacity(case, first)),
-        remedies=case.advice or tuple(_remedies(first)),
+        remedies=_BESIDE_STEPS.get(first.phase) or case.advice or tuple(_remedies(first)),
     )
 
 
 def _more(first: OutOfMemory) -> str:
     """What the iteration and the amount say."""
     said = ""
-    if first.iteration == 2 and first.phase not in ("optimizer", "setup"):
+    if first.iteration == 2 and first.phase not in ("optimizer", "setup", *_BESIDE_STEPS):
         said += " The first step had room: the optimizer's moments are made at its end."
     if first.requested and first.capacity and first.requested > first.capacity:
         said += " That is more than the whole GPU has: look at the shape of what is made there."

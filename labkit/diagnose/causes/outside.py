@@ -21,7 +21,7 @@ def outside(case: Case) -> Iterator[Finding]:
     if first is not None:
         yield from _other_processes(case, first)
         yield from _not_pytorch(case, first)
-        yield from _limited(case, first)
+        yield from _room(case, first)
     failures = [each for each in case.facts.failures if each.kind == "device memory"]
     if failures:
         reserved = max((report.max_reserved or report.reserved or 0 for report in case.facts.memory), default=0)
@@ -50,7 +50,7 @@ def _other_processes(case: Case, first: OutOfMemory) -> Iterator[Finding]:
     held = sum(first.others)
     if held < _OTHERS_BYTES:
         return
-    enough = first.requested is not None and first.requested <= held + (first.free or 0)
+    enough = first.requested is not None and first.room < first.requested <= held + first.room
     plural = "process has" if len(first.others) == 1 else "processes have"
     yield Finding(
         cause="outside PyTorch",
@@ -93,15 +93,40 @@ def _not_pytorch(case: Case, first: OutOfMemory) -> Iterator[Finding]:
     )
 
 
-def _limited(case: Case, first: OutOfMemory) -> Iterator[Finding]:
-    if first.allowed is None or first.capacity is None or first.allowed >= first.capacity:
-        return
-    yield Finding(
-        cause="outside PyTorch",
-        weight="contributes",
-        happened=f"The process may use {size(first.allowed)} of the GPU's {size(first.capacity)} "
-        "(set_per_process_memory_fraction).",
-        evidence=messages(case),
-        confirm=("Look for set_per_process_memory_fraction in the program and its framework.",),
-        remedies=("Raise the fraction, if nothing else needs the rest.",),
-    )
+def _room(case: Case, first: OutOfMemory) -> Iterator[Finding]:
+    """A limit of the process; or, without one, a device that was not full."""
+    if first.allowed is not None and first.capacity is not None and first.allowed < first.capacity:
+        room = f" {size(first.free or 0)} of it was free: the limit held, not the GPU." if _holds(first) else ""
+        yield Finding(
+            cause="outside PyTorch",
+            weight="cause" if room else "contributes",
+            happened=f"The process may use {size(first.allowed)} of the GPU's {size(first.capacity)} "
+            f"(set_per_process_memory_fraction).{room}",
+            evidence=messages(case),
+            confirm=("Look for set_per_process_memory_fraction in the program and its framework.",),
+            remedies=("Raise the fraction, if nothing else needs the rest.",),
+        )
+    elif first.found_free:
+        yield Finding(
+            cause="outside PyTorch",
+            weight="cause",
+            happened=f"{size(first.free or 0)} of the GPU was free when {size(first.requested or 0)} could not be "
+            "had: it was not full. Either a limit held that the message does not name, or another process or rank "
+            "had that memory a moment before.",
+            evidence=messages(case),
+            confirm=(
+                "nvidia-smi on that node while it starts: other processes on the same device, and what they hold.",
+                "Look for set_per_process_memory_fraction, and for a share of the GPU (MIG, vGPU, MPS' "
+                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT).",
+            ),
+            remedies=(
+                "Give the rank a device of its own, and raise or remove the limit.",
+                "If neither is there, run it once with expandable segments changed (on or off): the driver may have "
+                "refused the addresses, not the memory.",
+            ),
+        )
+
+
+def _holds(first: OutOfMemory) -> bool:
+    """Whether the limit refused what the device had."""
+    return first.found_free and (first.requested or 0) > first.room
