@@ -399,9 +399,9 @@ class Simulated(NamedTuple):
     out_of_memory: tuple[int, OutOfMemory] | None
     """The first event that the device did not suffice for; from there on it gave whatever was asked for."""
 
-    def is_beyond(self, training: Training) -> bool:
-        """More is reserved than the allocator may take of the GPU."""
-        may_take = training.allocator.per_process_memory_fraction * GPUS[training.gpu].total_memory_bytes
+    def is_beyond(self, training: Training, device_bytes: int) -> bool:
+        """More is reserved than the allocator may take of a device."""
+        may_take = training.allocator.per_process_memory_fraction * device_bytes
         return bool(self.reserved) and self.reserved[-1][1] > may_take
 
     def fragmentation(self, phase_of: Callable[[int], str]) -> str:
@@ -485,11 +485,16 @@ def simulate_unlimited(events: Sequence[tuple[int, int]], streams: Sequence[int]
     return simulate(events, streams, training.allocator, device_bytes=gpu_bytes, limited=False)
 
 
-def simulate_training(events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training) -> Simulated:
-    """The same; where that is more than the GPU has, `retries` and `out_of_memory` say how the rank does within it."""
-    gpu_bytes = GPUS[training.gpu].total_memory_bytes
+def simulate_training(
+    events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training, device_bytes: int | None = None
+) -> Simulated:
+    """The same; where that is more than there is, `retries` and `out_of_memory` say how the rank does within it.
+
+    `device_bytes` are the GPU's if left out.
+    """
+    device_bytes = GPUS[training.gpu].total_memory_bytes if device_bytes is None else device_bytes
     free = simulate_unlimited(events, streams, training)
-    if not free.is_beyond(training):
+    if not free.is_beyond(training, device_bytes):
         return free
-    within = simulate(events, streams, training.allocator, device_bytes=gpu_bytes)
+    within = simulate(events, streams, training.allocator, device_bytes=device_bytes)
     return free._replace(retries=within.retries, out_of_memory=within.out_of_memory)

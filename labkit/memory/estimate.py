@@ -132,8 +132,6 @@ class BlockPeaks:
         self._block_bytes = simulated.block_bytes
         self.reserved_bytes = simulated.reserved[-1][1]
         """The most that the allocator reserves."""
-        self.is_cramped = simulated.is_beyond(self._training)
-        """Its segments are more than the GPU has."""
         levels = book.levels(self._block_bytes)
         self._peaks: dict[tuple[int, str], tuple[int, int]] = {}
         """(bytes, clock) by iteration and phase."""
@@ -148,10 +146,10 @@ class BlockPeaks:
         self.before_bytes = levels[first - 1]
         """Alive before the first step."""
 
-    @cached_property
-    def fragmentation(self) -> str:
-        """See `labkit.summary.Written`."""
-        return _fragmentation(self._book, simulate_training(self._book.events, self._book.streams, self._training))
+    def fragmentation(self, device_bytes: int) -> str:
+        """What `labkit.summary.Written` has of a device of this memory."""
+        book = self._book
+        return _fragmentation(book, simulate_training(book.events, book.streams, self._training, device_bytes))
 
     def runs_within(self, device_bytes: int) -> bool:
         """Whether the allocator gets along with so much memory, if need be by giving cached blocks back."""

@@ -1,11 +1,12 @@
 """Which recompute choice to try first for a workload, and why: all that can run, priced and ranked."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from labkit.ledger import MATERIAL
-from labkit.plan.advised import Advice, LabelPrice, Option, Saving
+from labkit.memory.outline import tensor
+from labkit.plan.advised import Advice, IdleLabel, LabelPrice, Option, Saving
 from labkit.plan.budget import Budget
 from labkit.plan.price import Priced, Pricer
 from labkit.plan.ranking import Ranking
@@ -55,7 +56,9 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         for other, count in settings_that_fit(ranking, plain):
             others.append(other)
             considered += count
-    options, words = _Options(ranking), Words(ranking, others)
+    words = Words(ranking, others)
+    said = list(words.sentences())
+    options = _Options(ranking)
     return Advice(
         workload=workload,
         workload_hash=workload.content_hash,
@@ -68,15 +71,21 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         labels=None if ranking.first_list is None else options.exact(ranking.first_list),
         options=tuple(map(options.listed, sorted(priced, key=lambda each: (each.replay.seconds, each.peak_bytes)))),
         settings=tuple(options.listed(each, difference(workload, each.workload)) for each in others),
-        alone=tuple(_label_prices(workload, priced)),
+        alone=tuple(_label_prices(workload, (label for label in RECOMPUTE_MODULES if _alone(label) in possible))),
+        idle=tuple(
+            IdleLabel(label=label, reason=reason)
+            for label in RECOMPUTE_MODULES
+            if (reason := why_not(workload, _alone(label)))
+        ),
         savings=() if first is None or first is ranking.control else tuple(_savings(ranking, first)),
-        sentences=tuple(words.sentences()),
+        sentences=tuple(each.text for each in said),
+        remedies=tuple(each.text for each in said if each.proposes),
         why_not_less=tuple(words.why_not_less()),
     )
 
 
 class _Options:
-    """Makes options of priced choices."""
+    """Makes options of priced choices, at their exact prices where they were looked at."""
 
     def __init__(self, ranking: Ranking) -> None:
         self._ranking = ranking
@@ -84,14 +93,16 @@ class _Options:
 
     def exact(self, choice: Priced) -> Option:
         """A choice at its exact price."""
-        exact, control = self._ranking.exact(choice), self._ranking.exact(self._ranking.control)
-        fits = self._ranking.fits(choice)
-        return self._option(exact, control, fits=fits, on_front=id(choice) in self._front, is_exact=True)
+        self._ranking.exact(choice)
+        return self.listed(choice)
 
     def listed(self, choice: Priced, setting: str = "") -> Option:
         """A choice as it is listed."""
-        fits, on_front = self._ranking.seems_to_fit(choice), id(choice) in self._front
-        return self._option(choice, self._ranking.control, setting, fits=fits, on_front=on_front, is_exact=False)
+        ranking = self._ranking
+        is_exact = ranking.has_seen(choice)
+        shown, control = (ranking.exact(each) if is_exact else each for each in (choice, ranking.control))
+        fits, on_front = ranking.seems_to_fit(choice), id(choice) in self._front
+        return self._option(shown, control, setting, fits=fits, on_front=on_front, is_exact=is_exact)
 
     def _option(
         self, choice: Priced, control: Priced, setting: str = "", *, fits: bool | None, on_front: bool, is_exact: bool
@@ -118,28 +129,27 @@ class _Options:
         )
 
 
-def _label_prices(workload: Workload, priced: list[Priced]) -> Iterator[LabelPrice]:
-    """What each label saves and costs alone, or why it cannot or need not be used."""
-    by_choice = {each.workload.recompute: each for each in priced}
-    nothing = by_choice.get(_NO_LABELS) or by_choice.get(Recompute())
-    for label in RECOMPUTE_MODULES:
-        alone = _NO_LABELS.model_copy(update={"recompute_modules": (label,)})
-        choice = by_choice.get(alone)
-        reason = why_not(workload, alone)
-        if choice is None or nothing is None or reason:
-            yield LabelPrice(label=label, reason=reason)
-            continue
+def _label_prices(workload: Workload, labels: Iterable[str]) -> Iterator[LabelPrice]:
+    """What each label saves and costs alone, in tensors to the byte."""
+    pricer = Pricer(workload, tensor)
+    nothing = pricer.price(_NO_LABELS)
+    for label in labels:
+        alone = pricer.price(_alone(label))
         yield LabelPrice(
             label=label,
-            retained_saved_bytes=nothing.retained_bytes - choice.retained_bytes,
-            peak_saved_bytes=nothing.peak_bytes - choice.peak_bytes,
-            replay_seconds=choice.replay.seconds,
-            replay_regions=choice.regions,
+            retained_saved_bytes=nothing.retained_bytes - alone.retained_bytes,
+            peak_saved_bytes=nothing.peak_bytes - alone.peak_bytes,
+            replay_seconds=alone.replay.seconds,
+            replay_regions=alone.regions,
         )
+
+
+def _alone(label: str) -> Recompute:
+    return _NO_LABELS.model_copy(update={"recompute_modules": (label,)})
 
 
 def _savings(ranking: Ranking, first: Priced) -> Iterator[Saving]:
     least = MATERIAL * ranking.control.peak_bytes
-    for tensor, nbytes in ranking.savings(first).most_common(_SHOWN_TENSORS):
+    for name, nbytes in ranking.savings(first).most_common(_SHOWN_TENSORS):
         if nbytes >= least:
-            yield Saving(tensor=tensor, bytes=nbytes)
+            yield Saving(tensor=name, bytes=nbytes)

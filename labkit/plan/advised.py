@@ -1,6 +1,6 @@
 """What `labkit plan` says, as data and for people."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
@@ -11,8 +11,9 @@ from labkit.workload.base import Many, Part
 from labkit.workload.gpu import GIB, GPUS
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
+    from rich.text import Text
 
 _SHOWN_SHORT, _SHOWN_FITTING = 4, 6
 _CANDIDATES = 5
@@ -55,12 +56,18 @@ class LabelPrice(Part):
     """What a label saves and costs alone, against no recompute."""
 
     label: str
-    reason: str = ""
-    """Why it is not among the choices; its figures are 0 then."""
-    retained_saved_bytes: int = 0
-    peak_saved_bytes: int = 0
-    replay_seconds: float = 0.0
-    replay_regions: int = 0
+    retained_saved_bytes: int
+    """Of tensors."""
+    peak_saved_bytes: int
+    replay_seconds: float
+    replay_regions: int
+
+
+class IdleLabel(Part):
+    """A label that is not among the choices."""
+
+    label: str
+    reason: str
 
 
 class Saving(Part):
@@ -95,10 +102,14 @@ class Advice(Part):
     """Other layouts and micro-batches with the cheapest choice that fits each, nearest first."""
     alone: Many[LabelPrice] = ()
     """Each label by itself."""
+    idle: Many[IdleLabel] = ()
+    """Labels that cannot or need not be used."""
     savings: Many[Saving] = ()
     """Where the first choice's saving comes from, largest first."""
     sentences: Many[str]
     """The advice and its reasons."""
+    remedies: Many[str] = ()
+    """Those of the sentences that name something to try."""
     why_not_less: Many[str] = ()
     """Where the workload does not fit as it is: what the nearest choices lack that replay less than the first."""
     shows_all: bool = Field(default=False, exclude=True)
@@ -110,14 +121,18 @@ class Advice(Part):
         layout = f"{self.workload.parallelism.world_size} x {GPUS[self.workload.training.gpu].name}"
         yield Text.assemble((self.workload.model.name, "bold"), f"  {layout}, {self.considered} choices priced")
         yield from map(Text, (*self.sentences, *self.why_not_less))
-        yield _options(self._shown(), self.control.label, self.first)
+        width = options.max_width
+        yield _options(self._shown(), self.control.label, self.first, width)
         if self.savings:
             assert self.first is not None
             yield Text(f"What {self.first.label} does not hold where {self.control.label} peaks:")
             yield from (Text(f"  {_gib(saving.bytes):>7} GiB  {saving.tensor}") for saving in self.savings)
-        yield from _labels(self.alone)
+        if self.alone:
+            yield _labels(self.alone)
+        if self.idle:
+            yield Text(f"Not worth trying: {'; '.join(each.reason for each in self.idle)}.")
         if self.settings:
-            yield _options(self.settings, "", None)
+            yield _options(self.settings, "", None, width)
 
     def with_all_shown(self) -> Self:
         """The same, whose table has every choice."""
@@ -156,57 +171,71 @@ class Advice(Part):
         return yaml.safe_dump(self.study(), sort_keys=False, width=120, allow_unicode=True)
 
 
-def _options(shown: "Sequence[Option]", control: str, first: Option | None) -> "Table":
+_DROPPED = ((110, "saved"), (100, "regions"), (92, "peak in"))
+"""Below so many columns of the terminal the table goes without."""
+
+
+def _options(shown: "Sequence[Option]", control: str, first: Option | None, width: int) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
     caption = "~ within 1 or 2 %; replay and step: the least that running again takes; regions: of a micro-batch"
     table = Table(caption=caption, caption_justify="left")
+    table.add_column("recompute", overflow="fold", min_width=14)
     setting = any(option.setting for option in shown)
-    for name in ("recompute", *(("setting",) if setting else ())):
-        table.add_column(name)
-    for name in ("peak GiB", "with margin", "saved", "replay ms", "step", "regions"):
-        table.add_column(name, justify="right")
-    table.add_column("peak in")
-    table.add_column("fits")
+    if setting:
+        table.add_column("setting", overflow="fold")
+    dropped = {name for least, name in _DROPPED if width < least}
+    for name in _FIGURES:
+        if name not in dropped:
+            text = name in ("peak in", "fits")
+            table.add_column(name, justify="left" if text else "right", no_wrap=True)
     for option in shown:
         named = f"{option.label} (as it is)" if option.label == control else option.label
-        about = "" if option.is_exact else "~"
+        figures = dict(zip(_FIGURES, _figures(option), strict=True))
         table.add_row(
             Text(named, style="bold" if first is not None and option.label == first.label else ""),
             *([Text(option.setting)] if setting else []),
-            f"{about}{_gib(option.peak_allocated_bytes)}",
-            f"{about}{_gib(option.covered_bytes)}",
-            _gib(option.saved_bytes),
-            f"{option.replay_seconds * 1e3:.2f}",
-            f"+{option.replay_share:.1%}",
-            str(option.replay_regions),
-            option.peak_phase.replace("_", " "),
-            {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("near")}[option.fits],
+            *(figure for name, figure in figures.items() if name not in dropped),
         )
     return table
 
 
-def _labels(prices: "Sequence[LabelPrice]") -> "Iterator[RenderableType]":
-    from rich.table import Table
+_FIGURES = ("peak GiB", "with margin", "saved", "replay ms", "step", "regions", "peak in", "fits")
+
+
+def _figures(option: Option) -> "tuple[str | Text, ...]":
     from rich.text import Text
 
-    table = Table(title="Each label alone, against none", title_justify="left")
+    about = "" if option.is_exact else "~"
+    return (
+        f"{about}{_gib(option.peak_allocated_bytes)}",
+        f"{about}{_gib(option.covered_bytes)}",
+        _gib(option.saved_bytes),
+        f"{option.replay_seconds * 1e3:.2f}",
+        f"+{option.replay_share:.1%}",
+        str(option.replay_regions),
+        option.peak_phase.replace("_", " "),
+        {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("near")}[option.fits],
+    )
+
+
+def _labels(prices: "Sequence[LabelPrice]") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="Each label alone, against none (tensors)", title_justify="left")
     table.add_column("label")
     for name in ("retained GiB saved", "peak GiB saved", "replay ms", "regions"):
         table.add_column(name, justify="right")
     for price in prices:
-        if not price.reason:
-            table.add_row(
-                price.label,
-                _gib(price.retained_saved_bytes),
-                _gib(price.peak_saved_bytes),
-                f"{price.replay_seconds * 1e3:.2f}",
-                str(price.replay_regions),
-            )
-    if table.row_count:
-        yield table
-    yield Text("Not worth trying: " + "; ".join(price.reason for price in prices if price.reason) + ".")
+        table.add_row(
+            price.label,
+            _gib(price.retained_saved_bytes),
+            _gib(price.peak_saved_bytes),
+            f"{price.replay_seconds * 1e3:.2f}",
+            str(price.replay_regions),
+        )
+    return table
 
 
 def _gib(nbytes: int) -> str:

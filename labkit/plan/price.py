@@ -1,6 +1,6 @@
 """What each recompute choice holds and costs, by the estimator's outline: half a millisecond a choice."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -49,8 +49,10 @@ class Priced(NamedTuple):
 class Pricer:
     """Prices recompute choices of a workload; what is recorded of a layer serves them all."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, size: Callable[[int], int] = block) -> None:
+        """`size`: what a tensor's bytes count as; `labkit.memory.outline.tensor` for tensors as they are."""
         self.workload = workload
+        self._size = size
         self._recorder = recorder(workload)
         self._stages = fullest_stages(workload)
 
@@ -101,7 +103,7 @@ class Pricer:
         regions = 0
         for stage in self._stages:
             model = self._recorder.chunks(choice, stage)
-            outlines.append(outline_of(model, case, stage, Integers(block)))
+            outlines.append(outline_of(model, case, stage, Integers(self._size)))
             replays.append(replay(model, case))
             regions = max(regions, replayed_regions(model))
         found = [(number, phase) for number, each in enumerate(outlines) for phase in each.phases]

@@ -14,7 +14,6 @@ from labkit.ledger import MATERIAL
 from labkit.plan.budget import Budget
 from labkit.plan.price import NEAR, Priced, exactly
 from labkit.workload import Workload
-from labkit.workload.gpu import GPUS
 
 TIE = 0.01
 """Of a step's least time."""
@@ -27,8 +26,10 @@ class _Seen(NamedTuple):
     """At its exact price."""
     held: Counter[str]
     """What it holds in the phase in which the control peaks."""
-    is_cramped: bool
-    """Its segments are more than its GPU has."""
+    reserved_bytes: int
+    """What its segments come to where there is room for them."""
+    runs: bool
+    """The allocator gets along within the budget, if its blocks are within."""
 
 
 class Ranking:
@@ -45,34 +46,53 @@ class Ranking:
         """The choice at its exact price, where it is looked at more closely."""
         return self._look_at(choice).priced
 
+    def has_seen(self, choice: Priced) -> bool:
+        """Its exact price was asked for."""
+        return choice.workload in self._seen
+
     def _look_at(self, choice: Priced) -> "_Seen":
         if choice.workload not in self._seen:
             priced, peaks = exactly(choice)
             # The books themselves would fill the host's memory.
             control = priced if choice is self.control else self.exact(self.control)
-            self._seen[choice.workload] = _Seen(priced, peaks.held(control.iteration, control.phase), peaks.is_cramped)
+            held = peaks.held(control.iteration, control.phase)
+            within = priced.covered_bytes <= self.budget.bytes
+            runs = not within or peaks.runs_within(self.budget.bytes)
+            self._seen[choice.workload] = _Seen(priced, held, peaks.reserved_bytes, runs)
         return self._seen[choice.workload]
 
     def savings(self, choice: Priced) -> Counter[str]:
-        """Bytes by tensor of like modules that a choice does not hold where the control peaks."""
+        """Bytes by tensor of like modules that a choice with a lower peak does not hold where the control peaks."""
+        if self.exact(choice).peak_bytes >= self.exact(self.control).peak_bytes:
+            return Counter()
         return self._look_at(self.control).held - self._look_at(choice).held
 
     def fragmentation(self, choice: Priced) -> str:
-        """What the allocator has to do where a choice's peak is within its GPU's memory (`Written.fragmentation`)."""
-        within = self.exact(choice).peak_bytes < GPUS[choice.workload.training.gpu].total_memory_bytes
-        return exactly(choice).peaks.fragmentation if within and self._look_at(choice).is_cramped else ""
+        """What the allocator has to do for a choice within the budget (`Written.fragmentation`)."""
+        beyond = self._look_at(choice).reserved_bytes > self.budget.bytes
+        return exactly(choice).peaks.fragmentation(self.budget.bytes) if beyond else ""
+
+    def is_scattered(self, choice: Priced) -> bool:
+        """Its peak and margin are within the budget, and the allocator runs out of memory all the same."""
+        seen = self._look_at(choice)
+        return seen.priced.covered_bytes <= self.budget.bytes and not seen.runs
 
     def seems_to_fit(self, choice: Priced) -> bool | None:
         """Whether its peak and margin are within the budget; None where they are too near for anything but `fits`."""
         if choice.workload in self._seen:
-            return self.fits(choice)
+            return self._fits_exactly(choice)
         over = choice.covered_bytes / self.budget.bytes - 1
         return None if abs(over) <= NEAR else over < 0
 
     def fits(self, choice: Priced) -> bool:
-        """Whether they are; near the budget the exact price decides."""
+        """Whether they are, and the allocator gets along; near the budget the exact price decides."""
         over = choice.covered_bytes / self.budget.bytes - 1
-        return over < 0 if abs(over) > NEAR else self.exact(choice).covered_bytes <= self.budget.bytes
+        looked_at = choice.workload in self._seen or abs(over) <= NEAR
+        return self._fits_exactly(choice) if looked_at else over < 0
+
+    def _fits_exactly(self, choice: Priced) -> bool:
+        seen = self._look_at(choice)
+        return seen.priced.covered_bytes <= self.budget.bytes and seen.runs
 
     @property
     def tie_seconds(self) -> float:
@@ -90,7 +110,7 @@ class Ranking:
         left = [each for each in choices if self.seems_to_fit(each) is not False]
         while left:
             best = self.cheapest(left)
-            if self.fits(best):
+            if self._fits_exactly(best):
                 return best
             left = [each for each in left if each is not best]
         return None

@@ -7,12 +7,20 @@ from typing import NamedTuple
 from labkit.ledger import MATERIAL, WITHOUT_ACTIVATIONS
 from labkit.plan.price import EVERY_LAYER, Priced
 from labkit.plan.ranking import Ranking
-from labkit.plan.ways import difference, layouts_that_fit, longest_that_fits
+from labkit.plan.ways import difference, layouts_that_fit, longest_that_fits, optimizers_that_fit, span
 from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
 from labkit.workload.gpu import GIB
 
 _SHOWN_NARROWER, _SHOWN_SETTINGS = 4, 3
+
+
+class Said(NamedTuple):
+    """A sentence."""
+
+    text: str
+    proposes: bool = False
+    """It names something to try."""
 
 
 class Words(NamedTuple):
@@ -22,11 +30,12 @@ class Words(NamedTuple):
     others: Sequence[Priced]
     """Other settings in which something fits, nearest first."""
 
-    def sentences(self) -> Iterator[str]:
+    def sentences(self) -> Iterator[Said]:
         """The advice and its reasons."""
         first = self.ranking.first
         yield from self._refusal() if first is None else self._proposal(first)
-        yield from _not_priced(self.ranking.control.workload)
+        yield from map(Said, _not_priced(self.ranking.control.workload))
+        yield from map(Said, self._rests_on(first))
 
     def why_not_less(self) -> Iterator[str]:
         """Why what recomputes less than the first choice does not do; nothing where the workload fits as it is."""
@@ -46,74 +55,83 @@ class Words(NamedTuple):
         return f"{_gib(exact.peak_bytes)} in {exact.phase}{stage}, {_gib(exact.covered_bytes)} with its margin"
 
     def _too_much(self, choice: Priced) -> str:
+        if self.ranking.is_scattered(choice):
+            return "the allocator's segments are too much (training.allocator.expandable_segments: true may help)"
         return f"{_gib(self.ranking.exact(choice).covered_bytes - self.ranking.budget.bytes)} too much"
 
-    def _proposal(self, first: Priced) -> Iterator[str]:
+    def _proposal(self, first: Priced) -> Iterator[Said]:
         ranking, control = self.ranking, self.ranking.control
         if first is control:
             state = self._state(control)
-            yield f"Run it as it is, {control.label}: {state} fits {self._allowed}, and no choice saves more."
+            no_other = "no choice saves more"
+            yield Said(
+                f"Run it as it is, {control.label}: {state} fits {self._allowed}, and {no_other}.", proposes=True
+            )
             return
         share = first.replay.seconds / ranking.step_seconds
         cost = f"its replay takes at least {_ms(first)} a step, {share:.1%} of the least that a step takes"
         if not ranking.fits(control):
             short = f"{self._state(control)}, {self._too_much(control)}"
-            yield f"As it is, {control.label}, it does not fit {self._allowed}: {short}."
-            yield f"Try {first.label} first: {self._state(first)}, the cheapest choice that fits; {cost}."
+            yield Said(f"As it is, {control.label}, it does not fit {self._allowed}: {short}.")
+            cheapest = f"{self._state(first)}, the cheapest choice that fits; {cost}"
+            yield Said(f"Try {first.label} first: {cheapest}.", proposes=True)
         elif control.replay.seconds > first.replay.seconds + ranking.tie_seconds:
-            less = (control.replay.seconds - first.replay.seconds) * 1e3
-            state = self._state(first)
-            yield f"Try {first.label} first: {state} fits {self._allowed} with {less:.2f} ms a step less to run again."
+            less = f"{(control.replay.seconds - first.replay.seconds) * 1e3:.2f} ms a step less to run again"
+            text = f"Try {first.label} first: {self._state(first)} fits {self._allowed} with {less}."
+            yield Said(text, proposes=True)
         else:
-            yield f"As it is, {control.label}, it fits {self._allowed}: {self._state(control)}."
+            yield Said(f"As it is, {control.label}, it fits {self._allowed}: {self._state(control)}.")
             saved = _gib(ranking.exact(control).peak_bytes - ranking.exact(first).peak_bytes)
-            yield f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}."
+            yield Said(f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}.", proposes=True)
         if fragmentation := ranking.fragmentation(first):
-            yield fragmentation
+            yield Said(fragmentation)
         yield from self._of_labels(first)
-        yield from self._floor(first)
+        yield from map(Said, self._floor(first))
         if not ranking.fits(control):
             yield from self._every_layer(first)
             yield from self._as_it_is(control.workload.recompute)
 
-    def _every_layer(self, first: Priced) -> Iterator[str]:
+    def _every_layer(self, first: Priced) -> Iterator[Said]:
         """Full recompute layer by layer, where less than that is proposed."""
         every = next((each for each in self.ranking.choices if each.workload.recompute == EVERY_LAYER), None)
         if every is not None and every is not first and self.ranking.fits(every):
-            yield f"Full recompute of every layer, {every.label}, holds {self._state(every)}; {_ms(every)} of replay."
+            holds = f"{self._state(every)}; {_ms(every)} of replay"
+            yield Said(f"Full recompute of every layer, {every.label}, holds {holds}.", proposes=True)
 
-    def _as_it_is(self, choice: Recompute) -> Iterator[str]:
+    def _as_it_is(self, choice: Recompute) -> Iterator[Said]:
         """Settings in which the workload fits without another choice."""
         for other in islice(layouts_that_fit(self.ranking, choice), _SHOWN_SETTINGS):
-            yield f"As it is it fits with {self._difference(other)}: {self._state(other)}."
+            yield Said(f"As it is it fits with {self._difference(other)}: {self._state(other)}.", proposes=True)
         yield from self._shorter(choice, "as it is")
 
-    def _shorter(self, choice: Recompute, how: str) -> Iterator[str]:
+    def _shorter(self, choice: Recompute, how: str) -> Iterator[Said]:
         fitting = longest_that_fits(self.ranking, choice)
         if fitting is not None:
             packed = fitting.batch.packed
-            what = (
-                f"Sequences of up to {fitting.batch.seq_length}" if packed is None else f"Packs of up to {packed.rows}"
-            )
-            yield f"{what} tokens fit {how}."
+            what = f"Sequences of {fitting.batch.seq_length}" if packed is None else f"Packs of {packed.rows}"
+            yield Said(f"{what} tokens fit {how}.", proposes=True)
 
-    def _refusal(self) -> Iterator[str]:
+    def _refusal(self) -> Iterator[Said]:
         """Why nothing fits, and what would."""
         ranking = self.ranking
         least = min(ranking.choices, key=lambda each: each.covered_bytes)
-        yield f"No recompute choice fits {self._allowed}: the least is {least.label} with {self._state(least)}."
+        state = f"the least is {least.label} with {self._state(least)}"
+        yield Said(f"No recompute choice fits {self._allowed}: {state}.")
         floor = min(each.floor_bytes for each in ranking.choices)
         if floor > ranking.budget.bytes:
-            yield (
-                f"Before any activation the optimizer step needs {_gib(floor)}: no label helps; more GPUs, a "
-                "distributed optimizer or smaller optimizer dtypes do."
-            )
-        for each in islice(filter(ranking.fits, self.others), _SHOWN_SETTINGS):
-            yield f"{self._difference(each)} fits with {each.label}: {self._state(each)}."
+            yield Said(f"Before any activation the optimizer step needs {_gib(floor)}: no label helps.")
+        optimizers = list(islice(optimizers_that_fit(ranking, least.workload.recompute), 1))
+        for words, priced in optimizers:
+            yield Said(f"With {words} {least.label} fits: {self._state(priced)}.", proposes=True)
+        settings = list(islice(filter(ranking.fits, self.others), _SHOWN_SETTINGS))
+        for each in settings:
+            yield Said(f"{self._difference(each)} fits with {each.label}: {self._state(each)}.", proposes=True)
         shorter = list(self._shorter(least.workload.recompute, f"with {least.label}"))
         yield from shorter
-        if not self.others and not shorter:
-            yield f"No other layout of {least.workload.parallelism.world_size} GPUs fits either; use more of them."
+        if not (optimizers or settings or shorter):
+            ranks = least.workload.parallelism.world_size
+            others = "No other layout of its GPUs fits either" if ranks > 1 else "Nothing else that one GPU can do fits"
+            yield Said(f"{others}; use more of them.", proposes=True)
 
     def _difference(self, other: Priced) -> str:
         return difference(self.ranking.control.workload, other.workload)
@@ -138,7 +156,7 @@ class Words(NamedTuple):
             if not ranking.fits(each):
                 yield f"{each.label} is narrower and holds {self._state(each)}: {self._too_much(each)}."
 
-    def _of_labels(self, first: Priced) -> Iterator[str]:
+    def _of_labels(self, first: Priced) -> Iterator[Said]:
         """The narrowest list of labels that fits, where neither the control does nor the first choice is a list."""
         ranking = self.ranking
         if ranking.fits(ranking.control) or first.workload.recompute.modules:
@@ -146,10 +164,11 @@ class Words(NamedTuple):
         best = ranking.first_list
         if best is None:
             least = min(ranking.lists, key=lambda each: each.covered_bytes)
-            yield f"No list of labels fits: the least is {least.label} with {self._state(least)}."
+            yield Said(f"No list of labels fits: the least is {least.label} with {self._state(least)}.")
             return
         state = f"{self._state(best)}, {_ms(best)} of replay a step"
-        yield f"Of lists of labels {best.label} is the first that fits: {state}; no narrower one does."
+        text = f"Of lists of labels {best.label} is the first that fits: {state}; no narrower one does."
+        yield Said(text, proposes=True)
 
     def _floor(self, first: Priced) -> Iterator[str]:
         if first.phase in WITHOUT_ACTIVATIONS:
@@ -159,12 +178,21 @@ class Words(NamedTuple):
         if not any(each.peak_bytes < first.peak_bytes * (1 - MATERIAL) for each in self.ranking.choices):
             yield "No other choice goes lower."
 
+    def _rests_on(self, first: Priced | None) -> Iterator[str]:
+        """What the workload does not state, and what that may do to the first choice."""
+        opened = list(left_open(self.ranking.control.workload))
+        if not opened:
+            return
+        fields = ", ".join(dict.fromkeys(each.field for each in opened))
+        choice = first or self.ranking.control
+        low, high = span(choice)
+        decides = " That decides whether it fits." if low <= self.ranking.budget.bytes < high else ""
+        between = f"between {_gib(low)} and {_gib(high)} with its margin"
+        yield f"By what the workload does not state {choice.label} needs {between}: {fields}.{decides}"
+
 
 def _not_priced(workload: Workload) -> Iterator[str]:
-    """What the peaks leave out, and what they rest on."""
-    if opened := list(left_open(workload)):
-        fields = ", ".join(dict.fromkeys(each.field for each in opened))
-        yield f"The peaks rest on what the workload does not state ({fields}): labkit estimate gives their range."
+    """What the peaks leave out."""
     yield from (
         str(each) for each in workload.findings if each.severity == "warning" and each.field.startswith("launch.")
     )

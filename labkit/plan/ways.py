@@ -1,13 +1,17 @@
 """Other ways out than a recompute choice: layouts, smaller micro-batches and shorter sequences that fit."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from labkit.plan.price import Priced, Pricer
 from labkit.plan.ranking import Ranking
 from labkit.plan.space import other_settings, recompute_choices, shorter
+from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
+from labkit.workload.unstated import with_fields
 
-_FRACTIONS = 16
+_FRACTIONS = 64
 
 
 def settings_that_fit(ranking: Ranking, choices: list[Recompute] | None = None) -> Iterator[tuple[Priced, int]]:
@@ -35,12 +39,67 @@ def _runnable(workload: Workload, choices: list[Recompute]) -> list[Recompute]:
 
 
 def longest_that_fits(ranking: Ranking, choice: Recompute) -> Workload | None:
-    """The workload with the longest sequences that fit under a choice, in sixteenths of its own; None if none do."""
-    for part in reversed(range(1, _FRACTIONS)):
-        case = shorter(ranking.control.workload, part, _FRACTIONS)
-        if case is not None and _runnable(case, [choice]) and ranking.fits(Pricer(case).price(choice)):
-            return case
-    return None
+    """The workload with the longest sequences that fit under a choice, in 64ths of its own; None if none do.
+
+    Peaks rise with the length.
+    """
+    cases = (shorter(ranking.control.workload, part, _FRACTIONS) for part in range(1, _FRACTIONS))
+    runnable = [case for case in cases if case is not None and _runnable(case, [choice])]
+    count = bisect_left(runnable, True, key=lambda case: not ranking.fits(Pricer(case).price(choice)))
+    return runnable[count - 1] if count else None
+
+
+def optimizers_that_fit(ranking: Ranking, choice: Recompute) -> Iterator[tuple[str, Priced]]:
+    """Optimizers that hold less, and fit under a choice: what to set, and the price."""
+    for words, fields in _OPTIMIZERS:
+        other = with_fields(ranking.control.workload, fields)
+        if other is None or other == ranking.control.workload:
+            continue
+        priced = Pricer(other).price(choice)
+        if ranking.fits(priced):
+            yield words, priced
+
+
+_PRECISION: dict[str, object] = {"training.optimizer.use_precision_aware_optimizer": True}
+_MOMENTS: dict[str, object] = {
+    "training.optimizer.exp_avg_dtype": "bf16",
+    "training.optimizer.exp_avg_sq_dtype": "bf16",
+}
+_OPTIMIZERS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("the distributed optimizer", {"training.data_parallel.use_distributed_optimizer": True}),
+    ("use_precision_aware_optimizer, its dtypes as they are,", _PRECISION),
+    ("use_precision_aware_optimizer with bf16 moments", _PRECISION | _MOMENTS),
+    (
+        "use_precision_aware_optimizer with bf16 moments and gradients",
+        _PRECISION | _MOMENTS | {"training.optimizer.main_grads_dtype": "bf16"},
+    ),
+)
+"""Each holds less than the ones before."""
+
+
+class Span(NamedTuple):
+    """Peaks with their margins by what a workload does not state."""
+
+    low_bytes: int
+    high_bytes: int
+
+
+def span(choice: Priced) -> Span:
+    """The least and the most that a choice may need: what moves its peak one way taken together."""
+    low = high = choice.covered_bytes
+    fields: dict[bool, dict[str, object]] = {False: {}, True: {}}
+    for opened in left_open(choice.workload):
+        for each in (each for each in opened.choices[1:] if each.plausible):
+            for is_higher in (False, True):
+                together = with_fields(choice.workload, {**each.fields, **fields[is_higher]})
+                if together is None:
+                    continue
+                covered = Pricer(together).price(choice.workload.recompute).covered_bytes
+                if is_higher and covered > high:
+                    high, fields[True] = covered, {**each.fields, **fields[True]}
+                elif not is_higher and covered < low:
+                    low, fields[False] = covered, {**each.fields, **fields[False]}
+    return Span(low, high)
 
 
 def layouts_that_fit(ranking: Ranking, choice: Recompute) -> Iterator[Priced]:
@@ -63,8 +122,17 @@ def changed_sizes(workload: Workload, other: Workload) -> tuple[str, ...]:
 
 
 def difference(workload: Workload, other: Workload) -> str:
-    """The same with their values."""
-    return ", ".join(f"{name} {_sizes(other)[name]}" for name in changed_sizes(workload, other))
+    """The same with their values, by the names they go by (`TP 8, MBS 1`)."""
+    return ", ".join(f"{_SHORT.get(name, name)} {_sizes(other)[name]}" for name in changed_sizes(workload, other))
+
+
+_SHORT = {
+    "tensor_model_parallel_size": "TP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "pipeline_model_parallel_size": "PP",
+    "micro_batch_size": "MBS",
+}
 
 
 def _sizes(workload: Workload) -> dict[str, object]:

@@ -72,7 +72,7 @@ def test_the_old_failure_is_refused_as_it_is_with_what_was_measured_to_work() ->
     assert advice.first.recompute.recompute_granularity == "full"
     said = " ".join(advice.sentences)
     assert "No list of labels fits" in said
-    assert "As it is it fits with tensor_model_parallel_size 8: " in said
+    assert "As it is it fits with TP 8: " in said
     assert "tokens fit as it is" in said
     every = next(option for option in advice.options if option.label == "full uniform 1")
     assert f"full uniform 1, holds {41.6}" in said
@@ -149,12 +149,37 @@ def test_long_regions_are_left_out_only_where_they_hold_more(layers: int) -> Non
 
 
 def test_each_label_is_priced_alone_or_has_a_reason(moonlight: Workload) -> None:
-    alone = {price.label: price for price in advise(moonlight).alone}
-    assert set(alone) == set(RECOMPUTE_MODULES)
-    assert "fused attention already keeps no scores" in alone["core_attn"].reason
-    cases = (moonlight.with_recompute(**_labels(labels)) for labels in ([], ["moe_act"]))
-    nothing, moe_act = (outline(case, 0, block).retained_bytes for case in cases)
-    assert alone["moe_act"].retained_saved_bytes == nothing - moe_act > 0
+    advice = advise(moonlight)
+    alone, idle = ({each.label: each for each in group} for group in (advice.alone, advice.idle))
+    assert alone.keys() | idle.keys() == set(RECOMPUTE_MODULES)
+    assert "fused attention already keeps no scores" in advice.idle[0].reason
+    cases = [moonlight.with_recompute(**_labels(labels)) for labels in ([], ["moe_act"])]
+    nothing, moe_act = (estimate(case).summary for case in cases)
+    price = next(each for each in advice.alone if each.label == "moe_act")
+    assert price.retained_saved_bytes == nothing.retained_bytes - moe_act.retained_bytes > 0
+    peaks = [max(phase.peak_tensor_bytes for phase in summary.phases) for summary in (nothing, moe_act)]
+    assert price.peak_saved_bytes == peaks[0] - peaks[1]
+
+
+def test_a_choice_whose_segments_do_not_fit_is_not_first(nemotron: Advice) -> None:
+    whole = Workload.load(WORKLOADS / "nemotron-3-nano.yaml")
+    budget = Budget.read("76.59GiB")
+    advice = advise(whole, budget)
+    assert advice.first is not None
+    assert advice.first.covered_bytes <= budget.bytes
+    assert "it runs out of memory" not in " ".join(advice.sentences)
+    assert "That decides whether it fits" in " ".join(advice.sentences), "bf16 gradients or fp32 ones, for one"
+    assert set(advice.remedies) < set(advice.sentences)
+    assert nemotron.savings
+
+
+def test_where_the_optimizer_is_too_much_another_is_proposed() -> None:
+    training = {"gpu": "h100-80gb", "data_parallel": {"use_distributed_optimizer": True}}
+    wide = small(model={**DENSE, "vocab_size": 128_000}, training=training, parallelism={"world_size": 2})
+    advice = advise(wide, Budget("a budget", priced_peak(wide, least=True) * 96 // 100))
+    assert advice.first is None
+    assert any(each.startswith("With use_precision_aware_optimizer") for each in advice.remedies)
+    assert not any("distributed optimizer" in each for each in advice.sentences), "it is on"
 
 
 def _labels(labels: list[str]) -> dict[str, Any]:
