@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Literal
 
 from labkit.diagnose.case import Case, size
 from labkit.diagnose.facts import Evidence, MemoryReport
-from labkit.memory.estimate import estimate
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
 
@@ -32,6 +31,14 @@ class StageBeside(Part):
         """Of the estimate from the log."""
         return self.estimated_bytes / self.logged_bytes - 1
 
+    @property
+    def verdict(self) -> str:
+        """How they differ, in words: a failure needed at least what it had and asked for."""
+        if self.moment != "failure":
+            return f"{self.difference:+.1%}"
+        short = self.logged_bytes - self.estimated_bytes
+        return f"too low by {size(short)} at least" if short > 0 else "not reached: it failed before"
+
 
 class Beside(Part):
     """An estimate beside a log."""
@@ -53,10 +60,9 @@ class Beside(Part):
             table.add_column(name, justify="right")
         table.add_column("where the log says it", overflow="fold")
         for each in self.stages:
-            differs = f"{each.difference:+.1%}" if each.moment != "failure" else "it needed more"
             logged = size(each.logged_bytes)
             place = Text(each.evidence.place)
-            table.add_row(str(each.stage), each.moment, logged, size(each.estimated_bytes), differs, place)
+            table.add_row(str(each.stage), each.moment, logged, size(each.estimated_bytes), each.verdict, place)
         yield table
 
 
@@ -65,27 +71,18 @@ def beside(case: Case) -> Beside | None:
     if case.stated is None or case.estimate is None:
         return None
     workload = case.stated.workload
-    rows = [*_reported(case, workload), *_failed(case, workload)]
+    rows = [*_reported(case), *_failed(case)]
     if not rows:
         return None
     return Beside(workload=workload, stages=tuple(rows), margin_bytes=case.estimate.summary.margin_bytes)
 
 
-def _stage(workload: Workload, rank: int | None, default: int) -> int:
-    """The pipeline stage of a rank: ranks of a stage are consecutive (`parallel_state`, order tp-cp-ep-dp-pp)."""
-    layout = workload.parallelism
-    if rank is None or rank >= layout.world_size:
-        return default
-    return rank // (layout.world_size // layout.pp)
-
-
-def _reported(case: Case, workload: Workload) -> Iterator[StageBeside]:
-    assert case.estimate is not None
+def _reported(case: Case) -> Iterator[StageBeside]:
     fullest: dict[tuple[int, bool], MemoryReport] = {}
     for report in case.facts.memory:
         if report.max_allocated is None:
             continue
-        key = (_stage(workload, report.rank, case.estimate.stage), report.iteration == 1)
+        key = (case.stage_of(report.rank), report.iteration == 1)
         if key not in fullest or report.peak > fullest[key].peak:
             fullest[key] = report
     for (stage, first), report in sorted(fullest.items())[: 2 * _MOST_STAGES]:
@@ -95,27 +92,21 @@ def _reported(case: Case, workload: Workload) -> Iterator[StageBeside]:
                 moment="first step" if first else "all steps",
                 rank=report.rank,
                 logged_bytes=report.peak,
-                estimated_bytes=_estimated(workload, stage, first=first),
+                estimated_bytes=case.estimated(stage, first=first),
                 evidence=report.evidence,
             )
 
 
-def _estimated(workload: Workload, stage: int, *, first: bool) -> int:
-    phases = estimate(workload, stage).summary.phases
-    return max(phase.peak_allocated_bytes for phase in phases if not first or phase.iteration <= 1)
-
-
-def _failed(case: Case, workload: Workload) -> Iterator[StageBeside]:
-    assert case.estimate is not None
-    message = case.first
-    if message is None or message.allocated is None or message.requested is None:
+def _failed(case: Case) -> Iterator[StageBeside]:
+    message, needed = case.first, case.needed
+    if message is None or needed is None:
         return
-    stage = _stage(workload, message.rank, case.estimate.stage)
+    stage = case.stage_of(message.rank)
     yield StageBeside(
         stage=stage,
         moment="failure",
         rank=message.rank,
-        logged_bytes=message.allocated + message.requested,
-        estimated_bytes=_estimated(workload, stage, first=False),
+        logged_bytes=needed,
+        estimated_bytes=case.estimated(stage),
         evidence=message.evidence,
     )

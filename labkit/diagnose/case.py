@@ -6,11 +6,9 @@ from functools import cached_property
 from labkit.diagnose.facts import Evidence, Facts, OutOfMemory
 from labkit.errors import LabkitError
 from labkit.memory.estimate import Estimate, estimate
-from labkit.plan import Budget, advise
+from labkit.plan import Advice, Budget, advise
 from labkit.workload import Workload
 from labkit.workload.gpu import GIB, GPUS, MIB
-
-_MOST_ADVICE = 4
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,71 @@ class Case:
     @cached_property
     def without_recompute(self) -> Estimate | None:
         """The same with nothing recomputed."""
+        return self._of_labels(frozenset())
+
+    def without_label(self, label: str) -> Estimate | None:
+        """The same without one of its labels."""
+        if self.stated is None:
+            return None
+        return self._of_labels(self.stated.workload.recompute.modules - {label})
+
+    def _of_labels(self, labels: frozenset[str]) -> Estimate | None:
         if self.stated is None or self.estimate is None:
             return None
         try:
-            plain = self.stated.workload.with_recompute(recompute_granularity="selective", recompute_modules=[])
-            made = estimate(plain, self.estimate.stage)
+            other = self.stated.workload.with_recompute(
+                recompute_granularity="selective", recompute_modules=sorted(labels)
+            )
+            made = estimate(other, self.estimate.stage)
             _ = made.peak_allocated_bytes
         except LabkitError:
             return None
         return made
 
+    def stage_of(self, rank: int | None) -> int:
+        """The pipeline stage of a rank: ranks of a stage are consecutive (`parallel_state`, order tp-cp-ep-dp-pp)."""
+        assert self.stated is not None
+        assert self.estimate is not None
+        layout = self.stated.workload.parallelism
+        return self.estimate.stage if rank is None else rank // (layout.world_size // layout.pp)
+
+    def estimated(self, stage: int, *, first: bool = False) -> int:
+        """The peak of a stage, or that of its first step."""
+        assert self.stated is not None
+        phases = estimate(self.stated.workload, stage).summary.phases
+        return max(phase.peak_allocated_bytes for phase in phases if not first or phase.iteration <= 1)
+
+    @property
+    def needed(self) -> int | None:
+        """What the failure to explain had and asked for, where it is a step's."""
+        first = self.first
+        if first is None or first.allocated is None or first.requested is None:
+            return None
+        return None if first.phase in ("evaluation", "saving") else first.allocated + first.requested
+
     @cached_property
-    def advice(self) -> tuple[str, ...]:
-        """What `labkit plan` proposes for the memory that PyTorch has, as sentences; empty without a workload."""
+    def too_low(self) -> int:
+        """By how much the estimate is too low at least: the failure needed more."""
+        if self.estimate is None or self.needed is None:
+            return 0
+        return max(0, self.needed - self.estimated(self.stage_of(self.first.rank if self.first else None)))
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """What `labkit plan` proposes for the memory that PyTorch has; None without a workload.
+
+        Where the failure shows that the estimate is too low, for so much less.
+        """
         if self.stated is None or self.estimate is None:
-            return ()
+            return None
+        budget = self.budget
+        if self.too_low:
+            name = f"{budget.name} less the {size(self.too_low)} by which the estimate is too low"
+            budget = Budget(name, budget.bytes - self.too_low)
         try:
-            return advise(self.stated.workload, self.budget).sentences[:_MOST_ADVICE]
+            return advise(self.stated.workload, budget) if budget.bytes > 0 else None
         except LabkitError:
-            return ()
+            return None
 
     @property
     def budget(self) -> Budget:

@@ -26,6 +26,13 @@ def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu
     for reading in readings:
         facts.add(reading.facts)
     stated, notes = resolve(readings, facts, world_size=world_size, gpu=gpu)
+    if stated is not None and (ranks := _beyond(facts, stated.workload.parallelism.world_size)):
+        world = stated.workload.parallelism.world_size
+        notes.append(
+            f"{stated.evidence.place} is of {world} {'rank' if world == 1 else 'ranks'}, and the log has rank "
+            f"{max(ranks)}: it is another run, which is neither compared nor advised on"
+        )
+        stated = None
     case = Case(facts, stated)
     own = [finding for reading in readings for finding in reading.findings]
     details = [reading.detail for reading in readings if reading.detail is not None]
@@ -39,3 +46,9 @@ def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu
         details=tuple(details),
         notes=tuple(notes),
     )
+
+
+def _beyond(facts: Facts, world_size: int) -> set[int]:
+    """Ranks that said something of memory, and that a run of so many has not."""
+    said = {each.rank for each in (*facts.memory, *facts.out_of_memory)}
+    return {rank for rank in said if rank is not None and rank >= world_size}

@@ -1,7 +1,7 @@
 """What readers find in files, before anybody judges it: plain values with the line that says each."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
@@ -213,14 +213,45 @@ MOST_ITERATIONS = 50_000
 _MOST_RANKS = 2**14
 
 
+@dataclass
+class Rise:
+    """What reports of a rank say was allocated behind steps, from the second step on: the first makes state."""
+
+    first: MemoryReport
+    last: MemoryReport
+    reports: int = 0
+    """After the first."""
+    higher: int = 0
+    """Of these, than the one before."""
+
+    def see(self, report: MemoryReport) -> None:
+        """Take in the next report; one of a step that was seen, or of an earlier one, says nothing."""
+        if (report.iteration or 0) > (self.last.iteration or 0):
+            self.reports += 1
+            self.higher += (report.allocated or 0) > (self.last.allocated or 0)
+            self.last = report
+
+    @property
+    def nbytes(self) -> int:
+        """In all."""
+        return (self.last.allocated or 0) - (self.first.allocated or 0)
+
+
 class MemoryReports:
     """Of each rank the first, the last, and those with the largest peaks: a log may have millions."""
 
     def __init__(self) -> None:
         self._kept: dict[int | None, dict[str, MemoryReport]] = {}
+        self.rises: dict[int | None, Rise] = {}
+        """By rank."""
 
     def append(self, report: MemoryReport) -> None:
-        """Keep it, if it is one of these."""
+        """Keep it, if it is one of these, and see whether its rank's memory rises."""
+        self._keep(report)
+        if report.rank in self._kept and report.allocated and report.iteration and report.iteration > 1:
+            self.rises.setdefault(report.rank, Rise(report, report)).see(report)
+
+    def _keep(self, report: MemoryReport) -> None:
         if len(self._kept) >= _MOST_RANKS and report.rank not in self._kept:
             return
         kept = self._kept.setdefault(report.rank, {"first": report})
@@ -229,10 +260,14 @@ class MemoryReports:
             if role not in kept or size(report) > size(kept[role]):
                 kept[role] = report
 
-    def extend(self, reports: Iterable[MemoryReport]) -> None:
-        """Keep each."""
-        for report in reports:
-            self.append(report)
+    def extend(self, others: "MemoryReports") -> None:
+        """Keep those of another file; of a rank that is in both the rise with more reports."""
+        for report in others:
+            self._keep(report)
+        for rank, rise in others.rises.items():
+            known = self.rises.get(rank)
+            if known is None or known.reports < rise.reports:
+                self.rises[rank] = rise
 
     def __iter__(self) -> Iterator[MemoryReport]:
         for kept in self._kept.values():

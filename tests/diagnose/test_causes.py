@@ -49,6 +49,8 @@ SETUP = traceback("training/training.py:setup_model_and_optimizer", "core/models
 STEP = (
     "iteration        {}/      20 | consumed samples: 4 | elapsed time per iteration (ms): 466.3 | lm loss: 9.1E+00 |"
 )
+MEMORY = "[Rank {}] (after {} iterations) memory (MB) | allocated: {:.2f} | max allocated: {:.2f} | reserved: 76000.00"
+LEAK = "\n".join(MEMORY.format(0, step, 40000 + 256 * step, 60000) for step in range(2, 14))
 
 CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "full": (f"{FORWARD}\n{message()}", [("capacity", "cause")]),
@@ -111,6 +113,12 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         f"{STEP.format(1)}\n{EXPERTS}\n{message()}",
         [("capacity", "cause"), ("expert imbalance", "contributes")],
     ),
+    "ranks of unequal load before one fails in experts": (
+        f"{STEP.format(1)}\n{MEMORY.format(0, 2, 1, 60000)}\n{MEMORY.format(1, 2, 1, 70000)}\n{EXPERTS}\n{message()}",
+        [("capacity", "cause"), ("expert imbalance", "contributes")],
+    ),
+    "a leak": (f"{LEAK}\n{message()}", [("growth", "cause"), ("capacity", "contributes")]),
+    "a leak that has not ended it": (f"{STEP.format(4)}\n{LEAK}", [("growth", "note"), ("no failure", "note")]),
     "experts, in the first step": (f"{EXPERTS}\n{message()}", [("capacity", "cause")]),
     "ranks of unequal load": (
         f"[rank0]: {EXPERTS.replace(chr(10), chr(10) + '[rank0]: ')}\n[rank0]: {message()}\n"
@@ -187,16 +195,49 @@ def test_beside_a_workload_idle_labels_are_named_and_the_advice_is_for_what_the_
     found = diagnosed(tmp_path, small, dense("core_attn"))
     causes = {each.cause: each for each in found.findings}
     assert "core_attn saves next to nothing" in causes["fused attention"].happened
+    assert "By estimate the peak is" in causes["fused attention"].happened
     labels = [
         each for each in diagnosed(tmp_path, small, dense("layernorm")).findings if each.cause == "inactive label"
     ]
     assert [each.happened.partition(":")[0] for each in labels] == ["layernorm saves nothing"]
     advice = causes["capacity"].remedies
-    assert advice[0].startswith("As it is, [core_attn], it does not fit what this GPU has for PyTorch (4.50 GiB)")
-    assert advice[1].startswith("Try ")
+    assert advice[0].startswith("Try ")
+    short = "As it is, [core_attn], it does not fit what this GPU has for PyTorch (4.50 GiB)"
+    assert any(each.startswith(short) for each in causes["capacity"].confirm)
     (compared,) = found.details
     assert isinstance(compared, Beside)
     assert [(each.moment, each.logged_bytes) for each in compared.stages] == [("failure", 5 * 2**30)]
+
+
+def test_a_failure_above_the_estimate_says_how_much_too_low_it_is(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, message(), dense())
+    (compared,) = found.details
+    assert isinstance(compared, Beside)
+    (failure,) = compared.stages
+    short = (failure.logged_bytes - failure.estimated_bytes) / 2**30
+    assert short > 1
+    assert failure.verdict == f"too low by {short:.2f} GiB at least"
+    capacity = found.findings[0]
+    assert any(f"the estimate is too low by {short:.2f} GiB" in each for each in capacity.confirm)
+    assert not any("fits what this GPU has for PyTorch (" in each for each in capacity.remedies)
+
+
+def test_a_workload_that_cannot_be_the_logs_is_not_compared(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, "\n".join(MEMORY.format(rank, 2, 1, 2) for rank in range(8)), dense())
+    assert not found.details
+    assert any("is of 1 rank, and the log has rank 7" in each for each in found.notes)
+
+
+def test_what_nemo_says_is_the_largest_of_its_steps(tmp_path: Path) -> None:
+    line = (
+        "Training epoch 0, iteration {}/29 | lr: 1e-07 | global_step: {} | peak_memory_usage: {} | memory_allocated: "
+        "4.2e+10 | reduced_train_loss: 12.5 | train_step_timing in s: 9.25"
+    )
+    text = "\n".join(line.format(step, step, peak) for step, peak in ((0, 74563878912), (1, 78563878912)))
+    (finding,) = diagnosed(tmp_path, text).findings
+    assert "The most that was reserved is 73.17 GiB." in finding.happened
+    assert "Between steps 39.12 GiB was allocated; no peak is said." in finding.happened
+    assert 2 in [each.line for each in finding.evidence]
 
 
 def test_a_label_whose_saving_the_peak_does_not_show_has_moved_the_bottleneck(tmp_path: Path) -> None:
@@ -235,6 +276,8 @@ OLD = (
 @pytest.mark.parametrize(
     ("text", "cause", "happened", "remedy"),
     [
+        (CASES["a leak"][0], "growth", "256 MiB more with each step", "detach"),
+        (CASES["ranks of unequal load before one fails in experts"][0], "expert imbalance", "iterations rank 1", ""),
         (OLD, "fragmentation", "with the 1.20 GiB that the GPU still had, 5.20 GiB was unused", "max_split_size_mb"),
         (message(asked="12.50 MiB", free="9.28 GiB"), "outside PyTorch", "9.28 GiB of the GPU was free", ""),
         (f"{EVALUATION}\n{message()}", "capacity", "it runs without gradients", "micro-batch of evaluation"),

@@ -7,6 +7,7 @@ from labkit.diagnose.causes.allocator import fragmentation, private_pools
 from labkit.diagnose.causes.capacity import capacity, footprints
 from labkit.diagnose.causes.elsewhere import host, no_failure, not_memory
 from labkit.diagnose.causes.experts import imbalance
+from labkit.diagnose.causes.growth import growth
 from labkit.diagnose.causes.labels import labels, moved
 from labkit.diagnose.causes.outside import outside
 from labkit.diagnose.diagnosis import Finding
@@ -14,6 +15,7 @@ from labkit.diagnose.diagnosis import Finding
 CAUSES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     fragmentation,
     private_pools,
+    growth,
     outside,
     capacity,
     imbalance,

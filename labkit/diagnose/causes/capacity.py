@@ -18,6 +18,7 @@ _HOLDS = {
     "saving": "a checkpoint was being saved, whose gathered or copied state does not fit beside what training holds",
     "": "neither the message nor a traceback says in which phase",
 }
+_MOST_ADVICE = 4
 _NAMES = {
     "setup": "before the first step",
     "grad_sync": "while gradients are reduced",
@@ -69,7 +70,7 @@ def capacity(case: Case) -> Iterator[Finding]:
         happened=happened,
         evidence=messages(case),
         confirm=tuple(_confirm_capacity(case, first)),
-        remedies=_BESIDE_STEPS.get(first.phase) or case.advice or tuple(_remedies(first)),
+        remedies=_BESIDE_STEPS.get(first.phase) or tuple(_advised(case)) or tuple(_remedies(first)),
     )
 
 
@@ -118,11 +119,31 @@ def _confirm_capacity(case: Case, first: OutOfMemory) -> Iterator[str]:
             f"labkit's estimate of this workload peaks at {size(summary.peak_allocated_bytes)} in {summary.peak_phase} "
             f"of iteration {summary.peak_iteration}, {size(summary.margin_bytes)} of margin on top."
         )
+        yield from _beside_estimate(case, first)
     if not first.recorded:
         yield (
             "A memory snapshot at the failure (torch.cuda.memory._record_memory_history) shows what was live, by "
             "source line."
         )
+
+
+def _beside_estimate(case: Case, first: OutOfMemory) -> Iterator[str]:
+    """What the failure says of the estimate, and the estimate of the workload as it is."""
+    if case.too_low:
+        yield (
+            f"The failure needed {size(case.needed or 0)}, so that the estimate is too low by {size(case.too_low)} at "
+            "least: what is proposed takes so much off the memory there is, and may still not be enough. Look whether "
+            "the workload is what was run."
+        )
+    if case.advice is not None and first.phase not in _BESIDE_STEPS:
+        yield from (each for each in case.advice.sentences[:1] if each not in case.advice.remedies)
+
+
+def _advised(case: Case) -> Iterator[str]:
+    """What `labkit plan` proposes; to leave all as it is, which died, is no proposal."""
+    advice = case.advice
+    if advice is not None and (advice.first is None or advice.first.label != advice.control.label):
+        yield from advice.remedies[:_MOST_ADVICE]
 
 
 def _remedies(first: OutOfMemory) -> Iterator[str]:

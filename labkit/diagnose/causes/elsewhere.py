@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from labkit.diagnose.case import Case, size
 from labkit.diagnose.causes.common import SHOWN
 from labkit.diagnose.diagnosis import Finding
-from labkit.diagnose.facts import MemorySummary
+from labkit.diagnose.facts import Evidence, Facts, MemoryReport, MemorySummary
 from labkit.workload.gpu import GPUS
 
 
@@ -156,14 +156,11 @@ def no_failure(case: Case) -> Iterator[Finding]:
         )
     else:
         return
-    fullest = max(facts.memory, key=lambda each: each.peak, default=None)
-    evidence = () if fullest is None else (fullest.evidence,)
-    if case.stated is not None and fullest is None:
+    fullest = list(_fullest(facts))
+    said += "".join(f" {sentence}" for sentence, _ in fullest)
+    evidence = tuple(dict.fromkeys(each for _, each in fullest))
+    if case.stated is not None and not evidence:
         evidence = (case.stated.evidence,)
-    if fullest is not None and fullest.peak:
-        who = "" if fullest.rank is None else f" (rank {fullest.rank})"
-        said += f" The most that was allocated is {size(fullest.peak)}{who}"
-        said += f", reserved {size(fullest.max_reserved)}." if fullest.max_reserved else "."
     if case.stated is not None:
         gpu = GPUS[case.stated.workload.training.gpu]
         said += f" The workload's GPU has {size(gpu.total_memory_bytes)}."
@@ -173,3 +170,23 @@ def no_failure(case: Case) -> Iterator[Finding]:
         else ("If it died all the same, give the logs of the other ranks, and the scheduler's.",)
     )
     yield Finding(cause="no failure", weight="note", happened=said, evidence=evidence, confirm=confirm)
+
+
+_MOSTS = {"max_allocated": "The most that was allocated is", "max_reserved": "The most that was reserved is"}
+
+
+def _fullest(facts: Facts) -> Iterator[tuple[str, Evidence]]:
+    """The largest figures that reports have, each from where it is largest."""
+    reports = list(facts.memory)
+    known = {name: max(reports, key=lambda each: getattr(each, name) or 0) for name in _MOSTS} if reports else {}
+    for name, report in known.items():
+        nbytes = getattr(report, name)
+        if nbytes:
+            yield f"{_MOSTS[name]} {size(nbytes)}{_whose(report)}.", report.evidence
+        elif name == "max_allocated" and report.peak:
+            last = max(reports, key=lambda each: each.peak)
+            yield f"Between steps {size(last.peak)} was allocated{_whose(last)}; no peak is said.", last.evidence
+
+
+def _whose(report: MemoryReport) -> str:
+    return "" if report.rank is None else f" (rank {report.rank})"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 from labkit.diagnose.case import Case, size
 from labkit.diagnose.diagnosis import Finding
@@ -11,53 +12,66 @@ _SPREAD = 0.05
 """By which ranks of one pipeline stage differ where routing is balanced: less."""
 
 
+class _Said(NamedTuple):
+    """A sentence, and the lines that it rests on."""
+
+    sentence: str
+    evidence: tuple[Evidence, ...]
+
+
 def imbalance(case: Case) -> Iterator[Finding]:
     """Routing that gives one expert rank more rows than the others."""
     if not case.experts or case.stages not in (1, None):
         return
-    yield from _spread_of_failures(case) or _spread_of_reports(case)
+    said = [*_place(case), *(list(_spread_of_failures(case)) or _spread_of_reports(case))]
+    if said:
+        sentences, evidence = zip(*said, strict=True)
+        yield _imbalanced(case, " ".join(sentences), tuple(dict.fromkeys(line for lines in evidence for line in lines)))
 
 
-def _spread_of_failures(case: Case) -> "list[Finding]":
+def _place(case: Case) -> Iterator[_Said]:
+    """A failure in experts after steps that had room."""
+    first = case.first
+    if first is not None and "moe/" in first.place and first.iteration is not None and first.iteration > 1:
+        yield _Said(
+            f"It failed in {first.place} of iteration {first.iteration}, after {first.iteration - 1} that had room: "
+            "what an expert rank holds changes with each batch's routing.",
+            (first.evidence,),
+        )
+
+
+def _spread_of_failures(case: Case) -> Iterator[_Said]:
     held = {each.rank: each for each in case.facts.out_of_memory if each.rank is not None and each.allocated}
     ranks = sorted(held.values(), key=lambda each: each.allocated or 0)
-    first = case.first
-    in_experts = first is not None and "moe/" in first.place
     if len(ranks) > 1 and (ranks[-1].allocated or 0) > (1 + _SPREAD) * (ranks[0].allocated or 0):
-        happened = (
+        yield _Said(
             f"Rank {ranks[-1].rank} had {size(ranks[-1].allocated or 0)} allocated when it failed, rank "
-            f"{ranks[0].rank} "
-            f"{size(ranks[0].allocated or 0)}."
+            f"{ranks[0].rank} {size(ranks[0].allocated or 0)}.",
+            (ranks[-1].evidence, ranks[0].evidence),
         )
-        return [_imbalanced(happened, (ranks[-1].evidence, ranks[0].evidence))]
-    if in_experts and first is not None and (first.iteration or 0) > 1:
-        happened = (
-            f"It failed in {first.place} of iteration {first.iteration}, after {(first.iteration or 1) - 1} that had "
-            "room: "
-            "what an expert rank holds changes with each batch's routing."
-        )
-        return [_imbalanced(happened, (first.evidence,))]
-    return []
 
 
-def _spread_of_reports(case: Case) -> "list[Finding]":
+def _spread_of_reports(case: Case) -> Iterator[_Said]:
+    """Of the iteration whose ranks differ most."""
     reports = sorted((each for each in case.facts.memory if each.max_allocated), key=lambda each: each.iteration or 0)
+    spreads = []
     for iteration, same in groupby(reports, key=lambda each: each.iteration):
         ranks = sorted({each.rank: each for each in same}.values(), key=lambda each: each.peak)
-        if len(ranks) > 1 and ranks[-1].peak > (1 + _SPREAD) * ranks[0].peak:
-            happened = (
-                f"After {iteration} iterations rank {ranks[-1].rank} had allocated at most {size(ranks[-1].peak)}, "
-                "rank "
-                f"{ranks[0].rank} {size(ranks[0].peak)}."
-            )
-            return [_imbalanced(happened, (ranks[-1].evidence, ranks[0].evidence))]
-    return []
+        spreads.append((ranks[-1].peak - ranks[0].peak, iteration, ranks[-1], ranks[0]))
+    most = max(spreads, key=lambda each: each[0], default=None)
+    if most is not None and most[0] > _SPREAD * most[3].peak:
+        _, iteration, high, low = most
+        yield _Said(
+            f"After {iteration} iterations rank {high.rank} had allocated at most {size(high.peak)}, rank {low.rank} "
+            f"{size(low.peak)}.",
+            (high.evidence, low.evidence),
+        )
 
 
-def _imbalanced(happened: str, evidence: tuple[Evidence, ...]) -> Finding:
+def _imbalanced(case: Case, happened: str, evidence: tuple[Evidence, ...]) -> Finding:
     return Finding(
         cause="expert imbalance",
-        weight="contributes",
+        weight="contributes" if case.first is not None else "note",
         happened=f"{happened} Expert ranks receive different numbers of rows; the busiest one sets the peak.",
         evidence=evidence,
         confirm=(

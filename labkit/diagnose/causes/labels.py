@@ -16,14 +16,33 @@ def labels(case: Case) -> Iterator[Finding]:
         if finding.severity != "warning" or not finding.field.startswith("recompute."):
             continue
         fused = "core_attn" in finding.reason
+        costs = _costs(case, finding.reason.split()[0].rstrip(":"))
         yield Finding(
             cause="fused attention" if fused else "inactive label",
             weight="note",
-            happened=f"{finding.reason}.",
+            happened=f"{finding.reason}. {costs}",
             evidence=(case.stated.evidence,),
-            confirm=("labkit compare or labkit estimate with and without it: the peak stays.",),
-            remedies=(f"{finding.remedy}: it costs time and buys no memory.",),
+            confirm=("labkit compare or labkit estimate with and without it.",),
+            remedies=(f"{finding.remedy}: it costs time, and saves no memory worth it.",),
         )
+
+
+def _costs(case: Case, label: str) -> str:
+    """What a label does to the peak: it may pin what it runs again from, which is more than it lets go."""
+    now, without = case.estimate, case.without_label(label)
+    if now is None or without is None:
+        return "It may even cost memory: what it runs again from is kept."
+    more = now.peak_allocated_bytes - without.peak_allocated_bytes
+    kept = now.retained_bytes - without.retained_bytes
+    if not more and not kept:
+        return "By estimate the peak is the same without it."
+    return (
+        f"By estimate the peak is {_signed(-more)} without it, and what forward leaves for backward {_signed(-kept)}."
+    )
+
+
+def _signed(nbytes: int) -> str:
+    return "the same" if not nbytes else f"{size(abs(nbytes))} {'higher' if nbytes > 0 else 'lower'}"
 
 
 def moved(case: Case) -> Iterator[Finding]:
