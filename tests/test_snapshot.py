@@ -140,6 +140,9 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path, capfd: pyt
         (b"cos\nsystem\n(S'ls'\ntR.", r"names os\.system"),
         (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93.", r"names os\.system"),
         (b"(ios\nsystem\n.", r"names os\.system"),
+        (b"\x80\x04\x8c\x01a" + b"2\x86" * 60 + b"\x8c\x01a\x93.", "names something to run by what is no text"),
+        (b"\x80\x04\x8c\x01a" + b"\x85" * 200_000 + b"\x8c\x01a\x93.", "names something to run by what is no text"),
+        (b"\x80\x04" + b"(" * 1000 + b".", "more than 100 lists, dictionaries or tuples in each other"),
         (b"Pelsewhere\n.", "names the object elsewhere"),
         (b"\x82\x07.", "names extension 7"),
         (b"NR.", r"no plain data \(REDUCE\)"),
@@ -192,6 +195,63 @@ def test_no_small_file_takes_all_memory_or_forever(content: bytes, monkeypatch: 
     monkeypatch.setattr("labkit.snapshot.plain._BUDGET", 20_000_000)
     with pytest.raises(SnapshotError):
         parse_snapshot(content)
+
+
+def repeated(of: str) -> tuple[dict[str, Any], str]:
+    """A snapshot that has one thing in several places, and how it is refused."""
+    block = {"size": 512, "state": "inactive"}
+    segment = {"device": 0, "address": 0, "total_size": 512, "stream": 0, "blocks": [block]}
+    trace = [{"action": "alloc", "addr": 0, "size": 512, "stream": 0}]
+    return {
+        "trace": ({"device_traces": [trace, trace]}, "two of its devices have one trace"),
+        "empty trace": ({"device_traces": [[]] * 129}, "traces of more than 128 devices"),
+        "device": ({"segments": [segment | {"device": 128}]}, "is of device 128"),
+        "segment": ({"segments": [segment, segment]}, "one segment several times"),
+        "blocks": ({"segments": [segment, dict(segment)]}, "one block several times"),
+        "block": ({"segments": [segment | {"blocks": [block, block]}]}, "one block several times"),
+    }[of]
+
+
+@pytest.mark.parametrize("of", ["trace", "empty trace", "device", "segment", "blocks", "block"])
+def test_what_a_file_has_in_many_places_is_not_read_for_each(of: str) -> None:
+    written, reason = repeated(of)
+    with pytest.raises(SnapshotError, match=reason):
+        parse_snapshot(pickle.dumps(written))
+
+
+def test_traces_do_not_share_rows() -> None:
+    """The third entry is recognised by a pattern, and its row kept in the memo for another trace."""
+    keys = ("action", "alloc", "addr", "size", "stream")
+    first = b"}\x94(" + b"\x8c\x06action\x94\x8c\x05alloc\x94"
+    first += b"".join(b"\x8c%c%b\x94K\x00" % (len(key), key.encode()) for key in keys[2:]) + b"u"
+    second = b"}\x94(h\x01h\x02h\x03K\x00h\x04K\x00h\x05K\x00u"
+    place = 8  # a trace, the keys, the second and the third entry come before
+    content = b"\x80\x04}\x8c\x0ddevice_traces](]("
+    content += first + second + second + b"\x94e" + b"](h%ce" % place * 5 + b"es."
+    with pytest.raises(SnapshotError, match="the same entries several times"):
+        parse_snapshot(content)
+
+
+def test_one_entry_many_times_is_one_piece() -> None:
+    """Rows that lie one behind another are told of once, and each is paid for."""
+    entry = {"action": "alloc", "addr": 0, "size": 512, "stream": 0}
+    snapshot = parse_snapshot(pickle.dumps({"device_traces": [[entry] * 3]}))
+    assert len(snapshot.trace(0)) == 3
+    assert Entries().taken([dict(entry), dict(entry), dict(entry)]) == [(0, 3)]
+
+
+def test_long_names_of_frames_are_cut_once() -> None:
+    name = "n" * 1000
+    frames = [{"filename": name, "line": line, "name": name} for line in range(3)]
+    entry = {"action": "alloc", "addr": 0, "size": 512, "stream": 0, "frames": frames}
+    (stack,) = parse_snapshot(pickle.dumps({"device_traces": [[entry]]})).stacks
+    assert stack[0].file == name[:500]
+    assert len({id(text) for frame in stack for text in (frame.file, frame.name)}) == 1
+
+
+def test_segments_without_blocks_are_read() -> None:
+    segments = [{"device": 0, "address": 512 * place, "total_size": 512} for place in range(5)]
+    assert [segment.blocks for segment in parse_snapshot(pickle.dumps(segments)).segments] == [()] * 5
 
 
 def test_what_is_no_snapshot_is_named(tmp_path: Path) -> None:

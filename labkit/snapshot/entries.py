@@ -54,8 +54,9 @@ _TOKENS = re.compile(GET, re.DOTALL)
 _REFERRING = re.compile(rb"\]\x94\(?(?:%b)*+[ae]?" % GET, re.DOTALL)
 _WITH_FRAMES = re.compile(_FRAMES, re.DOTALL)
 _MOST_PATTERNS, _MOST_ACTIONS, _MOST_POOLS, _MOST_NUMBERS = 24, 100, 1000, 2**18
-_MOST_STACK_BYTES = 2**28
-"""Of stack traces that differ, as the file has them."""
+_MOST_STACK_BYTES = 2**30
+"""That stack traces that differ take, about: each, and for each byte the file has of it (a frame may be two)."""
+_STACK, _STACK_BYTE = 500, 8
 _MOST_ENTRIES = 8_000_000
 _LIMIT = 2**63
 _SHORT = 2
@@ -114,6 +115,15 @@ class _Numbers(dict[bytes, int]):
         return number
 
 
+class _Places(dict[bytes, int]):
+    """Places of actions or pools by the opcodes that write them; a file may write one in millions of ways."""
+
+    def __setitem__(self, token: bytes, place: int) -> None:
+        if len(self) > _MOST_NUMBERS:
+            self.clear()
+        super().__setitem__(token, place)
+
+
 class Entries:
     """A table of entries, of all traces of a snapshot; `Rows` say whose they are."""
 
@@ -132,8 +142,8 @@ class Entries:
         self._stack_bytes = 0
         # By the bytes that write them; these never change their meaning, since a place in the memo is written once.
         self._known_stacks: dict[bytes, tuple[int, list[Any], list[Any]]] = {}
-        self._known_actions: dict[bytes, int] = {}
-        self._known_pools: dict[bytes, int] = {}
+        self._known_actions = _Places()
+        self._known_pools = _Places()
         self._known_numbers = _Numbers()
 
     def __len__(self) -> int:
@@ -149,7 +159,17 @@ class Entries:
         """`items` of a list, with the entries among them taken into the table."""
         if not any(type(item) is dict and "action" in item for item in items):
             return items
-        return [self._add(item) if type(item) is dict and "action" in item else item for item in items]
+        found: list[Any] = []
+        for item in items:
+            if type(item) is not dict or "action" not in item:
+                found.append(item)
+                continue
+            row = self._add(item)
+            if found and type(found[-1]) is Rows and found[-1].stop == row.start:
+                found[-1] = Rows(found[-1].start, row.stop)
+            else:
+                found.append(row)
+        return found
 
     def _add(self, entry: dict[str, Any]) -> Rows:
         fields = {
@@ -211,9 +231,9 @@ class Entries:
             self._know_stack(written, frames, inner)
 
     def _know_stack(self, written: bytes, frames: list[Any], inner: list[Any]) -> None:
-        self._stack_bytes += len(written)
+        self._stack_bytes += _STACK + _STACK_BYTE * len(written)
         if self._stack_bytes > _MOST_STACK_BYTES:
-            raise SnapshotError(f"it has more than {_MOST_STACK_BYTES >> 20} MiB of stack traces that differ")
+            raise SnapshotError(f"its stack traces that differ take more than {_MOST_STACK_BYTES >> 20} MiB")
         self._known_stacks[written] = self.stack_place(frames), frames, inner
 
     def learn(self, written: bytes, memo: list[Any]) -> None:

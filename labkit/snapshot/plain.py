@@ -18,6 +18,10 @@ _BUDGET = 1_200_000_000
 30 million steps, ten seconds. The entries of traces go another way and do not count.
 """
 _STEP, _OBJECT, _REFERENCE, _ITEM = 40, 100, 20, 60
+_ENTRY = 200
+"""Of an entry that is read opcode by opcode."""
+_MOST_MARKS = 100
+"""Begun at one time: a snapshot has a dozen lists, dictionaries and tuples in each other."""
 _LONGEST_TEXT = 2**20
 _LONGEST_NUMBER = 40
 """Bytes or digits: PyTorch writes numbers of 8 bytes."""
@@ -113,7 +117,9 @@ class Unpickler:
 
     def _do_stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        self._refuse(f"it names {self._name(str(module)[:80])}.{self._name(str(name)[:80])}")
+        if type(name) is not str or type(module) is not str:
+            self._refuse("it names something to run by what is no text")
+        self._refuse(f"it names {self._name(module)}.{self._name(name)}")
 
     def _do_persid(self) -> None:
         self._refuse(f"it names the object {self._name(self._line())} of another program")
@@ -210,6 +216,8 @@ class Unpickler:
         return items
 
     def _do_mark(self) -> None:
+        if len(self._marks) >= _MOST_MARKS:
+            self._refuse(f"it has more than {_MOST_MARKS} lists, dictionaries or tuples in each other")
         self._marks.append((len(self._stack), self._at, len(self._memo)))
         # The frames of a stack trace, which others have had before.
         if run := _REFERENCES.match(self._content, self._at):
@@ -255,7 +263,7 @@ class Unpickler:
 
     def _do_list(self) -> None:
         self._left -= _OBJECT
-        self._stack.append(self._entries.taken(self._since_mark()))
+        self._stack.append(self._taken(self._since_mark()))
 
     def _do_dict(self) -> None:
         self._left -= _OBJECT
@@ -265,7 +273,7 @@ class Unpickler:
 
     def _do_append(self) -> None:
         item = self._stack.pop()
-        self._list().extend(self._entries.taken([item]))
+        self._list().extend(self._taken([item]))
         self._left -= _ITEM
 
     def _do_appends(self) -> None:
@@ -274,7 +282,14 @@ class Unpickler:
         target = self._list()
         if known and self._memo[known - 1] is target and type(items[0]) is dict and "filename" in items[0]:
             self._entries.note_stack(self._content[begin - 3 : self._at], target, self._memo[known:])
-        target.extend(self._entries.taken(items))
+        target.extend(self._taken(items))
+
+    def _taken(self, items: list[Any]) -> list[Any]:
+        """Those of a list, with entries in the table; ones that the file refers to again cost as new ones do."""
+        before = len(self._entries)
+        found = self._entries.taken(items)
+        self._left -= _ENTRY * (len(self._entries) - before)
+        return found
 
     def _list(self) -> list[Any]:
         target = self._stack[-1]

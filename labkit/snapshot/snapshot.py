@@ -19,6 +19,8 @@ LARGEST = 2**31
 """Bytes of a snapshot's file."""
 _MOST_FRAMES = 10_000
 """Of one stack; Python and C++ together have hundreds."""
+_MOST_DEVICES = 128
+"""PyTorch's number of a device has 8 bits with a sign (`c10::DeviceIndex`)."""
 _MOST_BYTES = 2**60
 """That all allocations of a trace or all blocks may have together: sums stay within 64 bits."""
 _LIMIT = 2**63
@@ -181,12 +183,19 @@ class _Reader:
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
         self._seen: set[int] = set()
-        """Lists of blocks that were read: one that a file has in many places would be read for each."""
+        """What was read: something that a file has in many places would be read for each."""
+        self._traced = 0
+        """Entries of the traces that were read."""
         self._frames: dict[int, Frame] = {}
+        self._names: dict[str, str] = {}
+        """Names of frames cut short, by what they are cut from."""
 
     def read(self, found: dict[str, Any]) -> Snapshot:
         segments = [self._segment(each) for each in _list(found, "segments")]
-        traces = [self._trace(each) for each in _list(found, "device_traces")]
+        written = _list(found, "device_traces")
+        if len(written) > _MOST_DEVICES:
+            raise SnapshotError(f"it has traces of more than {_MOST_DEVICES} devices")
+        traces = [self._trace(each) for each in written]
         sizes = ((each.nbytes, *(max(block.nbytes, block.requested) for block in each.blocks)) for each in segments)
         if sum(map(sum, sizes)) > _MOST_BYTES:
             raise SnapshotError("its segments are larger than any GPU")
@@ -199,18 +208,24 @@ class _Reader:
             {name: value for name, value in plain if type(value) in (str, int, float, bool)},
         )
 
+    def _once(self, found: Any, sentence: str) -> None:
+        """Refuse what was read before; it must live as long as the file's other contents do."""
+        if id(found) in self._seen:
+            raise SnapshotError(sentence)
+        self._seen.add(id(found))
+
     def _segment(self, found: Any) -> Segment:
         if type(found) is not dict:
             raise SnapshotError("one of its segments is no dictionary")
-        written, blocks, address = _list(found, "blocks"), [], _number(found, "address", "a segment")
-        if id(written) in self._seen:
-            raise SnapshotError("two of its segments have one list of blocks")
-        self._seen.add(id(written))
-        for each in written:
+        self._once(found, "it has one segment several times")
+        device, blocks, address = _number(found, "device", "a segment", 0), [], _number(found, "address", "a segment")
+        if device >= _MOST_DEVICES:
+            raise SnapshotError(f"a segment is of device {device}, and PyTorch counts to {_MOST_DEVICES - 1}")
+        for each in _list(found, "blocks"):
             blocks.append(self._block(each, address))
             address = blocks[-1].address + blocks[-1].nbytes
         return Segment(
-            _number(found, "device", "a segment", 0),
+            device,
             _number(found, "address", "a segment"),
             _number(found, "total_size", "a segment"),
             _number(found, "stream", "a segment", 0, least=-_LIMIT),
@@ -222,6 +237,7 @@ class _Reader:
     def _block(self, found: Any, address: int) -> Block:
         if type(found) is not dict:
             raise SnapshotError("one of its blocks is no dictionary")
+        self._once(found, "it has one block several times")
         history, size = found.get("history"), _number(found, "size", "a block")
         # Until PyTorch 2.0: what became of the block before, the latest first.
         latest = history[0] if type(history) is list and history and type(history[0]) is dict else {}
@@ -240,8 +256,11 @@ class _Reader:
             raise SnapshotError("one of its traces is no list")
         if any(type(rows) is not Rows for rows in found):
             raise SnapshotError("an entry of a trace is no action of PyTorch's allocator")
+        if found:
+            self._once(found, "two of its devices have one trace")
         entries = self._entries
-        if sum(rows.stop - rows.start for rows in found) > len(entries):
+        self._traced += sum(rows.stop - rows.start for rows in found)
+        if self._traced > len(entries):
             raise SnapshotError("its traces have the same entries several times")
         trace = Trace(tuple(entries.actions), tuple(entries.pools), *entries.columns(found))
         for name, values in (("address", trace.address), ("size", trace.nbytes), ("time", trace.time)):
@@ -262,11 +281,19 @@ class _Reader:
             raise SnapshotError("a frame of a stack trace is no dictionary")
         file, name = found.get("filename"), found.get("name")
         frame = self._frames[id(found)] = Frame(
-            file[:_LONGEST_NAME] if type(file) is str else "",
+            self._short(file) if type(file) is str else "",
             _number(found, "line", "a frame", 0, least=-_LIMIT),
-            name[:_LONGEST_NAME] if type(name) is str else "",
+            self._short(name) if type(name) is str else "",
         )
         return frame
+
+    def _short(self, text: str) -> str:
+        if len(text) <= _LONGEST_NAME:
+            return text
+        short = self._names.get(text)
+        if short is None:
+            short = self._names[text] = text[:_LONGEST_NAME]
+        return short
 
 
 def _list(found: dict[str, Any], name: str) -> list[Any]:
