@@ -202,14 +202,15 @@ def repeated(of: str) -> tuple[dict[str, Any], str]:
     block = {"size": 512, "state": "inactive"}
     segment = {"device": 0, "address": 0, "total_size": 512, "stream": 0, "blocks": [block]}
     trace = [{"action": "alloc", "addr": 0, "size": 512, "stream": 0}]
-    return {
+    files: dict[str, tuple[dict[str, Any], str]] = {
         "trace": ({"device_traces": [trace, trace]}, "two of its devices have one trace"),
         "empty trace": ({"device_traces": [[]] * 129}, "traces of more than 128 devices"),
         "device": ({"segments": [segment | {"device": 128}]}, "is of device 128"),
         "segment": ({"segments": [segment, segment]}, "one segment several times"),
         "blocks": ({"segments": [segment, dict(segment)]}, "one block several times"),
         "block": ({"segments": [segment | {"blocks": [block, block]}]}, "one block several times"),
-    }[of]
+    }
+    return files[of]
 
 
 @pytest.mark.parametrize("of", ["trace", "empty trace", "device", "segment", "blocks", "block"])

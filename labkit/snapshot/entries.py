@@ -157,8 +157,6 @@ class Entries:
 
     def taken(self, items: list[Any]) -> list[Any]:
         """`items` of a list, with the entries among them taken into the table."""
-        if not any(type(item) is dict and "action" in item for item in items):
-            return items
         found: list[Any] = []
         for item in items:
             if type(item) is not dict or "action" not in item:

@@ -18,7 +18,7 @@ _BUDGET = 1_200_000_000
 30 million steps, ten seconds. The entries of traces go another way and do not count.
 """
 _STEP, _OBJECT, _REFERENCE, _ITEM = 40, 100, 20, 60
-_ENTRY = 200
+_ENTRY = 400
 """Of an entry that is read opcode by opcode."""
 _MOST_MARKS = 100
 """Begun at one time: a snapshot has a dozen lists, dictionaries and tuples in each other."""
@@ -71,8 +71,12 @@ class Unpickler:
             self._at += 1
             self._left -= _STEP
             if self._left < 0:
-                raise SnapshotError("it unfolds into more than a snapshot of its size holds")
+                self._check_budget()
             handlers[code]()
+
+    def _check_budget(self) -> None:
+        if self._left < 0:
+            raise SnapshotError("it unfolds into more than a snapshot of its size holds")
 
     def _handler(self, code: int) -> Callable[[], None]:
         name = _NAMES.get(code)
@@ -286,10 +290,12 @@ class Unpickler:
 
     def _taken(self, items: list[Any]) -> list[Any]:
         """Those of a list, with entries in the table; ones that the file refers to again cost as new ones do."""
-        before = len(self._entries)
-        found = self._entries.taken(items)
-        self._left -= _ENTRY * (len(self._entries) - before)
-        return found
+        number = sum(type(item) is dict and "action" in item for item in items)
+        if not number:
+            return items
+        self._left -= _ENTRY * number
+        self._check_budget()
+        return self._entries.taken(items)
 
     def _list(self) -> list[Any]:
         target = self._stack[-1]
