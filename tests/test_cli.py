@@ -183,15 +183,14 @@ def test_malformed_yaml_is_one_sentence(labkit: Command, content: bytes, text: s
 @pytest.mark.parametrize(
     ("inner", "outer", "text"),
     [
-        ("1", 10_000, "routing.rows_per_expert: "),
-        ("x", 2_000, "routing.rows_per_expert.0.0: input should be a valid integer (got 'x')"),
-        ("1", 100_000, "should be a list of at most 65536 entries (got a list of 100001)"),
+        ("1", 10_000, "its aliases stand for more than a million values; write it without them"),
+        ("x", 200, "routing.rows_per_expert.0.0: input should be a valid integer (got 'x')"),
     ],
 )
 def test_lists_that_aliases_multiply_end_at_once(
     labkit: Command, inner: str, outer: int, text: str, tmp_path: Path
 ) -> None:
-    """A few kilobytes stand for up to ten milliards of entries."""
+    """A few kilobytes stand for forty million entries."""
     lists = f"[&a [{f'{inner},' * 4_000}], {'*a,' * outer}]"
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(SMALL) + f"routing: {{kind: measured, rows_per_expert: {lists}}}\n")
     one_sentence(labkit("estimate", "w.yaml", cwd=tmp_path), text, tmp_path, {"w.yaml"})

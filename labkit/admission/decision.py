@@ -263,7 +263,7 @@ class Decision:
             said = [
                 f"Split {requests} into {len(figures)} micro-batches of {min(packed):,} to {max(packed):,} packed "
                 f"tokens; the fullest: {held(fullest, self.budget)}.",
-                "No split has fewer."
+                "By these prices no split has fewer."
                 if self.is_fewest
                 else f"No split has fewer than {self.least_micro_batches}; none below {len(figures)} was found.",
             ]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from operator import index
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, SupportsIndex
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 from labkit.errors import InputError
 from labkit.files import read_regular
 from labkit.workload.base import Part
-from labkit.workload.files import text_of
+from labkit.workload.files import text_of, unique_pairs
 from labkit.workload.runtime import Outputs
 from labkit.workload.workload import first_problem
 
@@ -54,11 +55,12 @@ def requests_of(
     Raises:
         InputError: one of them is wrong, or what they say together.
     """
-    found = [each if isinstance(each, Request) else _request(each, f"{source}[{at}]") for at, each in enumerate(given)]
-    if not found:
+    given = list(islice(given, MOST_REQUESTS + 1))
+    if not given:
         raise InputError(f"{source}: there are none; give at least one length")
-    if len(found) > MOST_REQUESTS:
-        raise InputError(f"{source}: {len(found)} are more than are decided on at once; give at most {MOST_REQUESTS}")
+    if len(given) > MOST_REQUESTS:
+        raise InputError(f"{source}: more than are decided on at once; give at most {MOST_REQUESTS}")
+    found = [each if isinstance(each, Request) else _request(each, f"{source}[{at}]") for at, each in enumerate(given)]
     for at, each in enumerate(found):
         where = f"{source}[{at}]"
         if (each.prefix is None) != (each.shared_prefix is None):
@@ -106,7 +108,7 @@ def read_requests(path: Path | None, standard_input: Any = None) -> list[Request
     if len(text) > _MAXIMUM_BYTES:
         raise InputError(f"{source}: larger than {_MAXIMUM_BYTES / 2**20:g} MiB")
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_pairs(source))
     except (ValueError, RecursionError) as error:
         reason = (
             str(error) if isinstance(error, json.JSONDecodeError) else "its values are nested or long beyond reading"

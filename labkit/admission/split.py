@@ -24,6 +24,8 @@ _PACE = 64
 _HALVINGS = 4
 _FEW = 64
 """Items, of which every one may be looked at beside every other."""
+_COPIES = 128
+"""Of an item beside itself, at most, by which its weight is told."""
 _NEARLY = 1.05
 """Bins that weigh more than what has room need not be priced; weights are that near."""
 
@@ -121,7 +123,7 @@ class _Spreading:
         """
         run, nothing = self.run, self.run.sums((1,), 0)
         tokens = sum([each.tokens for each in self.sums]) // least
-        times = [max(tokens // each.tokens, 1) if run.packs else 1 for each in self.sums]
+        times = [min(max(tokens // each.tokens, 1), _COPIES) if run.packs else 1 for each in self.sums]
         alike = [each.times(count) for each, count in zip(self.sums, times, strict=True)]
         needed = np.minimum(run.prices([(each, 0) for each in (nothing, *alike)]).needed, 2.0**60).tolist()
         self.weights = [max((each - needed[0]) / count, 1.0) for each, count in zip(needed[1:], times, strict=True)]

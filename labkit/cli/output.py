@@ -39,7 +39,10 @@ def say(text: object) -> None:
 def show(value: "Part", json: bool) -> None:
     """A result on stdout, for people or as JSON."""
     if json:
-        typer.echo(value.model_dump_json())
+        from json import dumps
+
+        # In ASCII: no control character of a file's name, nor bytes of it that are no text, reach a terminal or a pipe.
+        typer.echo(dumps(value.model_dump(mode="json"), separators=(",", ":")))
         return
     from labkit.console import Terminal
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from labkit.errors import InputError
 from labkit.files import read_regular
-from labkit.workload.files import text_of
+from labkit.workload.files import text_of, unique_pairs
 
 _MAXIMUM_BYTES = 2**20
 _LONGEST_INTEGER = 100
@@ -43,21 +43,13 @@ def parse_json(text: str, source: str) -> dict[str, Any]:
         InputError: it is not JSON, has a key twice, an integer of more than 63 bits, or is no object.
     """
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique: dict[str, Any] = {}
-        for key, value in found:
-            if key in unique:
-                raise InputError(f"{source}: key {key[:80]!r} is given twice")
-            unique[key] = value
-        return unique
-
     def integer(digits: str) -> int:
         if len(digits) <= _LONGEST_INTEGER and (value := int(digits)).bit_length() <= 63:
             return value
         raise InputError(f"{source}: an integer of more than 63 bits")
 
     try:
-        data = json.loads(text, object_pairs_hook=pairs, parse_int=integer)
+        data = json.loads(text, object_pairs_hook=unique_pairs(source), parse_int=integer)
     except json.JSONDecodeError as error:
         where = f"(line {error.lineno}, column {error.colno})"
         raise InputError(f"{source}: not valid JSON: {error.msg} {where}") from None

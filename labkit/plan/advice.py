@@ -70,7 +70,11 @@ def advise(workload: Workload, budget: Budget | None = None, *, settings: bool =
         first=None if first is None else options.exact(first),
         labels=None if ranking.first_list is None else options.exact(ranking.first_list),
         options=tuple(map(options.listed, sorted(priced, key=lambda each: (each.replay.seconds, each.peak_bytes)))),
-        settings=tuple(options.listed(each, difference(workload, each.workload)) for each in others),
+        settings=tuple(
+            options.listed(each, difference(workload, each.workload))
+            for each in others
+            if ranking.seems_to_fit(each) is not False
+        ),
         alone=tuple(_label_prices(workload, (label for label in RECOMPUTE_MODULES if _alone(label) in possible))),
         idle=tuple(
             IdleLabel(label=label, reason=reason)

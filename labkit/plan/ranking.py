@@ -19,6 +19,10 @@ TIE = 0.01
 """Of a step's least time."""
 
 
+_LOOKS = 4
+"""At choices near the budget, the cheapest first; then at as many that fit as they are listed; then at the lowest."""
+
+
 class _Seen(NamedTuple):
     """A choice that was looked at."""
 
@@ -108,11 +112,17 @@ class Ranking:
     def cheapest_that_fits(self, choices: Iterable[Priced]) -> Priced | None:
         """The cheapest of those that fit; None if none does."""
         left = [each for each in choices if self.seems_to_fit(each) is not False]
+        looks = 0
         while left:
             best = self.cheapest(left)
             if self._fits_exactly(best):
                 return best
-            left = [each for each in left if each is not best]
+            looks += 1
+            left = [each for each in left if self.seems_to_fit(each) is not False]
+            if looks == _LOOKS:
+                left = [each for each in left if each.covered_bytes <= self.budget.bytes]
+            elif looks == 2 * _LOOKS:
+                left = sorted(left, key=lambda each: each.covered_bytes)[:1]
         return None
 
     @cached_property

@@ -115,7 +115,8 @@ class Words(NamedTuple):
         """Why nothing fits, and what would."""
         ranking = self.ranking
         least = min(ranking.choices, key=lambda each: each.covered_bytes)
-        state = f"the least is {least.label} with {self._state(least)}"
+        segments = f", and {self._too_much(least)}" if ranking.is_scattered(least) else ""
+        state = f"the least is {least.label} with {self._state(least)}{segments}"
         yield Said(f"No recompute choice fits {self._allowed}: {state}.")
         floor = min(each.floor_bytes for each in ranking.choices)
         if floor > ranking.budget.bytes:

@@ -13,6 +13,7 @@ from labkit.files import read_regular
 
 _MAXIMUM_BYTES = 2**20
 """Many times what a routing histogram for every layer takes."""
+_MOST_VALUES = 2**20
 _LONGEST_INTEGER = 100
 """Characters: 63 bits in binary with underscores; beyond, Python itself may refuse to convert."""
 _NOT_DECIMAL = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9]+)+)")
@@ -106,7 +107,34 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
         raise InputError(f"{source}: empty; expected a mapping of keys to values")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise InputError(f"{source}: expected a mapping with text keys at the top")
+    if _values(data, {}) >= _MOST_VALUES:
+        raise InputError(f"{source}: its aliases stand for more than a million values; write it without them")
     return data
+
+
+def unique_pairs(source: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """For `json.loads`: objects in which a key given twice is refused."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique: dict[str, Any] = {}
+        for key, value in found:
+            if key in unique:
+                raise InputError(f"{source}: key {key[:80]!r} is given twice")
+            unique[key] = value
+        return unique
+
+    return pairs
+
+
+def _values(data: object, known: dict[int, int]) -> int:
+    """How many values plain data stands for, those behind an alias counted each time; `known` by identity."""
+    if not isinstance(data, dict | list | tuple):
+        return 1
+    if id(data) not in known:
+        known[id(data)] = _MOST_VALUES  # what refers to itself never ends
+        parts = data.values() if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_values(each, known) for each in parts)
+    return known[id(data)]
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

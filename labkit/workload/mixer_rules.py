@@ -41,10 +41,6 @@ def pattern_symbols(workload: "Workload") -> Iterator[Finding]:
     if any(depth != depths[0] or not depth or "|" in depth for depth in depths):
         reason = "what follows each / are the layers of one depth of multi-token prediction, in all of them the same"
         yield Finding("error", _PATTERN, reason, "give each depth the same layers, without |", Authority.HYBRID)
-    elif model.hybrid_layer_pattern is not None and (model.mtp_num_layers or 0) != len(depths):
-        reason = f"hybrid_layer_pattern has {len(depths)} depths of multi-token prediction (each behind a /)"
-        remedy = f"set it to {len(depths)}" if depths else "leave it out or give the layers of each depth behind a /"
-        yield Finding("error", "model.mtp_num_layers", reason, remedy, Authority.LABKIT)
 
 
 def mixer_findings(workload: "Workload") -> Iterator[Finding]:
@@ -58,6 +54,11 @@ def _pattern(workload: "Workload") -> Iterator[Finding]:
     model, pattern = workload.model, workload.model.hybrid_layer_pattern
     if pattern is None:
         return
+    depths = model.pattern_depths
+    if (model.mtp_num_layers or 0) != len(depths):
+        reason = f"hybrid_layer_pattern has {len(depths)} depths of multi-token prediction (each behind a /)"
+        remedy = f"set it to {len(depths)}" if depths else "leave it out or give the layers of each depth behind a /"
+        yield Finding("error", "model.mtp_num_layers", reason, remedy, Authority.LABKIT)
     if len(model.layers) != model.num_layers:
         reason = f"it names {len(model.layers)} layers but num_layers is {model.num_layers}"
         yield Finding("error", _PATTERN, reason, f"give {model.num_layers} symbols", Authority.LABKIT)

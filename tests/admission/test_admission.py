@@ -134,6 +134,13 @@ def test_what_is_called_fewest_is(name: str, lengths: list[int], budget: int) ->
     assert not decision.is_fewest or len(decision.micro_batches) == fewest
 
 
+def test_one_short_request_does_not_keep_long_ones_apart() -> None:
+    run = admission("trees", 300)
+    lengths = [1, *[400] * 12]
+    alone, beside = run.decide(lengths[1:]), run.decide(lengths)
+    assert len(beside.micro_batches) <= len(alone.micro_batches) + 1
+
+
 def test_padded_sequences_go_with_those_of_their_length() -> None:
     """Which is proven to take fewest micro-batches."""
     lengths = [900, 30, 880, 40, 35, 890, 870, 25]
