@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "NCCL and contexts": (
         message(process="78.00 GiB", allocated="66.00 GiB"),
-        [("capacity", "cause"), ("outside PyTorch", "contributes")],
+        [("outside PyTorch", "cause"), ("capacity", "contributes")],
     ),
     "a limited process": (
         message(allowed="75.50 GiB allowed; "),

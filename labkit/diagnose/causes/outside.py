@@ -74,7 +74,9 @@ def _not_pytorch(case: Case, first: OutOfMemory) -> Iterator[Finding]:
     if held is None or first.capacity is None or held < max(_OUTSIDE_BYTES, LARGE / 2 * first.capacity):
         return
     who = "this process" if first.process is not None else "this process or others"
-    main = first.reserved is not None and held > first.reserved
+    # With no more than is usual there would have been room, as there is not in pieces of PyTorch's own.
+    missing = None if first.requested is None else first.requested - first.room
+    main = missing is not None and held - _OUTSIDE_BYTES >= missing > (first.unallocated or 0)
     yield Finding(
         cause="outside PyTorch",
         weight="cause" if main else "contributes",
