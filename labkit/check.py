@@ -9,7 +9,7 @@ from labkit.errors import InputError
 from labkit.study.matrix import stated_workloads
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
-from labkit.workload.files import load_mapping, workload_file
+from labkit.workload.files import is_study, load_mapping, workload_file
 from labkit.workload.finding import Finding
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _checked(path: Path) -> Checked:
     try:
         path = workload_file(path)
         mapping = load_mapping(path)
-        if "candidates" in mapping or "control" in mapping:
+        if is_study(mapping):
             cells = list(stated_workloads(mapping, path))
             return Checked(path=str(path), kind="study", cells=len(cells), findings=tuple(_of_cells(cells)))
         workload = Workload.described(mapping, path)

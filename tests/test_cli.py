@@ -526,3 +526,40 @@ def test_what_stands_in_an_outputs_place_stays(labkit: Command, tmp_path: Path, 
         assert (answer.returncode, answer.stdout) == (2, "")
         assert answer.stderr == f"labkit: {path}: is {kind}; give the file another name\n"
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("plan", "w.yaml", "-o"), "./w.yaml"),
+        (("plan", "linked.yaml", "-o"), "w.yaml"),
+        (("plan", "of_a_file.yaml", "-o"), "model.yaml"),
+        (("import", "megatron-args", "w.yaml", "-o"), "hard.yaml"),
+        (("import", "huggingface", "w.yaml", "-o"), "w.yaml"),
+        (("import", "bridge", "hard.yaml", "--config", "w.yaml", "-o"), "w.yaml"),
+        (("import", "log", "log.txt", "w.yaml", "-o"), "w.yaml"),
+        (("import", "log", "log.txt", "-o", "m.yaml", "--write-workload"), "log.txt"),
+        (("study", "export", "w.yaml", "-o"), "w.yaml"),
+        (("report", "w.yaml", "-o"), "w.yaml"),
+    ],
+)
+def test_an_output_is_never_what_is_read(labkit: Command, tmp_path: Path, command: tuple[str, ...], name: str) -> None:
+    (tmp_path / "w.yaml").write_bytes(MOONLIGHT.read_bytes())
+    (tmp_path / "of_a_file.yaml").write_text("model: model.yaml\n")
+    (tmp_path / "model.yaml").write_text("num_layers: 1\n")
+    (tmp_path / "log.txt").write_text("a log")
+    (tmp_path / "linked.yaml").symlink_to("w.yaml")
+    (tmp_path / "hard.yaml").hardlink_to(tmp_path / "w.yaml")
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    answer = labkit(*command, name, cwd=tmp_path)
+    sentence = f"labkit: {Path(name)}: is what the command reads; give the output another name\n"
+    assert answer == (2, "", sentence)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_a_study_is_no_workload_and_a_gpu_is_guessed(labkit: Command, tmp_path: Path) -> None:
+    study = data_directory() / "studies" / "moonlight-16b.yaml"
+    one_sentence(labkit("plan", study), "is a study, not a workload", tmp_path, set())
+    one_sentence(labkit("plan", MOONLIGHT, "--budget", "h100"), "did you mean 'h100-80gb'?", tmp_path, set())
+    one_sentence(labkit("import", "bridge", MOONLIGHT), "is a workload of labkit's already", tmp_path, set())
+    one_sentence(labkit("import", "log"), "(labkit import log --help lists what there is)", tmp_path, set())

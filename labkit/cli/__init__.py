@@ -102,7 +102,9 @@ def _fail(error: Exception) -> int:
             code, sentence = 2 if isinstance(error, InputError) else 1, str(error)
         case TyperException():
             message = error.format_message().rstrip(".")
-            code, sentence = error.exit_code, f"{message} (labkit --help lists what there is)"
+            context = getattr(error, "ctx", None)
+            command = "labkit" if context is None else context.command_path
+            code, sentence = error.exit_code, f"{message} ({command} --help lists what there is)"
         case OSError():
             code, sentence = 1, f"{error.filename or 'output'}: {error.strerror or error}"
         case _:

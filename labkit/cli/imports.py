@@ -7,6 +7,7 @@ import typer
 
 from labkit.cli.options import GpuOption, ImportOutputOption, WorldSizeOption, path_of
 from labkit.cli.output import check_output, say, warn
+from labkit.errors import InputError
 
 if TYPE_CHECKING:
     from labkit.importers.imported import Imported
@@ -30,7 +31,7 @@ def import_megatron_args(
     from labkit.importers.megatron import import_megatron
 
     if output is not None:
-        check_output(output)
+        check_output(output, file)
     imported = import_megatron(None if file == "-" else Path(file), world_size=world_size, gpu=gpu)
     _write_imported(imported, output)
 
@@ -71,7 +72,7 @@ def import_huggingface(
     from labkit.importers.huggingface import import_huggingface as imported_from
 
     if output is not None:
-        check_output(output)
+        check_output(output, file)
     sizes = (seq_length, micro_batch_size, global_batch_size, world_size, tensor, pipeline, context, expert)
     layout = Layout(*sizes, gpu)
     imported = imported_from(None if file == "-" else Path(file), None if model_only else layout)
@@ -100,7 +101,7 @@ def import_bridge(
     from labkit.importers.bridge import import_bridge as imported_from
 
     if output is not None:
-        check_output(output)
+        check_output(output, file, config)
     imported = imported_from(None if file == "-" else Path(file), config=config, world_size=world_size, gpu=gpu)
     _write_imported(imported, output)
 
@@ -137,7 +138,9 @@ def import_log(
     from labkit.files import write_atomically
 
     for path in filter(None, (output, workload_output)):
-        check_output(path)
+        check_output(path, *logs, workload)
+    if workload_output is not None and workload_output.resolve() == output.resolve():
+        raise InputError(f"{output}: is named for the measurement and for the workload; give two names")
     made, notes = read_logs(logs, workload, world_size=world_size, gpu=gpu)
     write_atomically(output, as_yaml(made))
     if workload_output is not None:

@@ -11,15 +11,22 @@ if TYPE_CHECKING:
     from labkit.workload.base import Part
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, *inputs: Path | str | None) -> None:
     """Refuse a place for a file where something else stands, before the work is done.
 
+    Args:
+        path: Where the file is to go.
+        inputs: What the command reads, where that is files.
+
     Raises:
-        InputError: it is a folder, a device, a pipe or a link.
+        InputError: it is a folder, a device, a pipe or a link, or one of the inputs by whatever name.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = "a folder" if path.is_dir() else "a link" if path.is_symlink() else "no regular file"
         raise InputError(f"{path}: is {kind}; give the file another name")
+    for each in inputs:
+        if each is not None and path.exists() and Path(each).exists() and path.samefile(each):
+            raise InputError(f"{path}: is what the command reads; give the output another name")
 
 
 def warn(sentence: str) -> None:

@@ -17,7 +17,7 @@ from labkit.cli.options import (
     limits_of,
     path_of,
 )
-from labkit.cli.output import say, show, warn
+from labkit.cli.output import check_output, say, show, warn
 
 if TYPE_CHECKING:
     from labkit.study import Study
@@ -104,7 +104,9 @@ def study_export(
     """Write every result of a study's store, or of a folder of results, as one table (parquet)."""
     from labkit.study.export import write
     from labkit.study.store import Store
+    from labkit.workload.files import files_of
 
+    check_output(output, *(study.glob("*.zip") if study.is_dir() else files_of(study)))
     folder = Store(study) if study.is_dir() else open_study(study, store).store
     frame = write(folder, output, lambda damage: warn(str(damage)))
     say(f"{output}: {len(frame)} results")
@@ -125,11 +127,13 @@ def report(
     ] = None,
 ) -> None:
     """Run what is missing of a study and write its report: one self-contained HTML file."""
+    from labkit.report.files import check_output as check_report
+
+    if output is not None:
+        check_output(output, study)
     opened = open_study(study, None)
     output = output or Path("figures") / f"{opened.name}.html"
-    from labkit.report.files import check_output
-
-    check_output(output)
+    check_report(output)
     status = opened.run()
     from labkit.report.document import write_report
 

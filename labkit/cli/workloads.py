@@ -132,9 +132,10 @@ def plan(
     from labkit.files import write_atomically
     from labkit.plan import Budget, advise
     from labkit.workload import Workload
+    from labkit.workload.files import files_of
 
     if output is not None:
-        check_output(output)
+        check_output(output, *files_of(workload))
     checked = Workload.load(workload)
     advice = advise(checked, None if budget is None else Budget.read(budget), settings=settings)
     if output is not None:

@@ -53,6 +53,7 @@ _HERE = frozenset(
 """Fields that are read by name in this file."""
 _SEVERAL = ("moe_layer_freq", "moe_aux_loss_coeff")
 """Numbers that may be lists."""
+_BF16_ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _MODEL_IDS = ("hf_model_id", "hf_path", "hf_model_name_or_path", "from_hf_pretrained")
 _MAMBA_CHUNK = 128
 
@@ -65,6 +66,13 @@ def _tables() -> dict[str, Any]:
 @cache
 def _silent() -> frozenset[str]:
     return frozenset(name for names in _tables()["silent"].values() for name in names.split())
+
+
+@cache
+def _usual() -> Fields:
+    """The model's fields where nothing is stated."""
+    defaults = _tables()["defaults"]
+    return {**defaults[_HYBRID], **defaults[_LATENT], **defaults[_PROVIDER]}
 
 
 def import_bridge(
@@ -110,6 +118,8 @@ class _Recipe:
         self.assumed: list[str] = []
         self.lost: list[str] = []
         self.keys = Keys(data, source)
+        if isinstance(data.get("batch"), dict) and "parallelism" in data:
+            raise InputError(f"{source}: is a workload of labkit's already, no recipe of Megatron Bridge")
         if not any(name in data for name in ("model", "train", "optimizer", "ddp", "mixed_precision")):
             raise InputError(f"{source}: no recipe of Megatron Bridge: it has none of model, train, optimizer, ddp")
         stated = self.keys.part("model")
@@ -168,8 +178,8 @@ class _Recipe:
         """The recipe as what Megatron's parser and configuration would have."""
         precision, model = self._precision(), self._model()
         ddp, optimizer = (self._section(name, _common(name)) for name in _SECTIONS)
-        for section in (model, ddp, optimizer):
-            section |= {name: value for name, value in precision.items() if name in section}
+        for name, section in (("model", model), ("ddp", ddp), ("optimizer", optimizer)):
+            self._set_by_precision(name, section, precision)
         ddp["use_distributed_optimizer"] |= optimizer["use_distributed_optimizer"]
         world = self._world(model, world_size)
         self._overlap(model, ddp, world)
@@ -180,6 +190,19 @@ class _Recipe:
         written = {name: said for name, value in given.items() if (said := words(name, value)) is not None}
         options = _Places({name: f"{section}.{name}" for section, name in self._places(model, ddp, optimizer)})
         return Arguments(values, given, options, self._config(model), written)
+
+    def _set_by_precision(self, name: str, section: Fields, precision: Fields) -> None:
+        """What a precision sets stands, whatever the section states (`MixedPrecisionConfig.setup`); which is said."""
+        stated = self.stated if name == "model" else self.keys.part(name).mapping
+        usual = _usual() if name == "model" else _tables()["defaults"][_SECTIONS[name]]
+        for field in sorted(precision.keys() & section.keys()):
+            value, own = precision[field], section[field]
+            if field in stated and own not in (value, usual.get(field)) and not decides_no_memory(field):
+                self.assumed.append(
+                    f"{name}.{field} {shown(own)}: {'null' if value is None else shown(value)}, as mixed_precision "
+                    "sets it in its place; state it there, or give mixed_precision: null"
+                )
+            section[field] = value
 
     def _places(self, model: Fields, ddp: Fields, optimizer: Fields) -> list[tuple[str, str]]:
         sections = {"optimizer": optimizer, "ddp": ddp, "model": model}
@@ -303,8 +326,7 @@ class _Recipe:
 
     def _given(self, model: Fields, ddp: Fields, optimizer: Fields) -> Fields:
         """What differs from what labkit takes where nothing is stated, and nobody has judged yet."""
-        defaults = _tables()["defaults"]
-        taken = {**defaults[_HYBRID], **defaults[_LATENT], **defaults[_PROVIDER]}
+        defaults, taken = _tables()["defaults"], _usual()
         found: Fields = {}
         sections = {
             "optimizer": (optimizer, defaults[_SECTIONS["optimizer"]]),
@@ -314,6 +336,8 @@ class _Recipe:
             for name, value in stated.items():
                 if name in _HERE or name in _silent() or name == "_target_":
                     continue
+                if name in _BF16_ENDS and not model.get("first_last_layers_bf16"):
+                    continue  # how many layers, where there are none
                 if name not in known and name not in EXPRESSED and not decides_no_memory(name) and value is not None:
                     self.lost.append(f"{section}.{name[:80]} {shown(value)}: labkit does not know what it decides")
                 elif name in known and value != known[name]:

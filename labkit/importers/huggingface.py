@@ -57,12 +57,23 @@ def import_huggingface(path: Path | None, layout: Layout | None = None) -> Impor
     config = load_config(path)
     found = read_config(config, source)
     name = model_name(config.get("_name_or_path"), path)
-    workload = Workload.from_mapping(_mapping(found, name, layout), source)
+    workload = _workload(_mapping(found, name, layout), source)
     assumed = [*found.assumed, *_kernels(found)]
     if asked:
         assumed += _unsaid(workload, layout)
     not_priced = [f"{argument}: {meaning}" for argument, meaning in found.launch.items()]
     return Imported(workload, not_priced, found.not_expressed, assumed, _counts(workload, found, path))
+
+
+def _workload(mapping: dict[str, Any], source: str) -> Workload:
+    try:
+        return Workload.from_mapping(mapping, source)
+    except InputError as error:
+        if "parallelism.pipeline_model_parallel_size" not in str(error):
+            raise
+        raise InputError(
+            f"{error}; uneven stages have no option here: import without --pp and write them into the file"
+        ) from None
 
 
 def config_file(path: Path) -> Path:

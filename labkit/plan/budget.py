@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple, Self
 
-from labkit.errors import InputError
+from labkit.errors import InputError, nearest
 from labkit.workload.gpu import GPUS
 
 
@@ -26,7 +26,9 @@ class Budget(NamedTuple):
         nbytes = round(float(found[1]) * _UNITS[(found[2] or "B").lower()]) if found else 0
         if not _LEAST_BYTES <= nbytes < _MOST_BYTES:
             such = f"80GB, 74.5GiB or {next(iter(GPUS))}"
-            raise InputError(f"budget {text[:80]!r} is no amount of memory; use one such as {such}")
+            meant = nearest(text[:80].strip().lower(), GPUS) if text[:1].isalpha() else ""
+            meant = meant if "mean" in meant else ""
+            raise InputError(f"budget {text[:80]!r} is no amount of memory; use one such as {such}{meant}")
         return cls(text.strip(), nbytes)
 
     @classmethod

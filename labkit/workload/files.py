@@ -1,7 +1,7 @@
 """Reading YAML as data, and finding what ships with labkit (`data/`)."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,25 @@ def workload_file(path: Path) -> Path:
     if (data_directory() / "models" / f"{shown}.yaml").is_file():
         raise InputError(f"{shown}: this is a model; write a workload file with `model: {shown}` (docs/workload.md)")
     raise InputError(f"{shown}: there is no such file, and no such workload in data/workloads{nearest(shown, known)}")
+
+
+def is_study(mapping: Mapping[str, Any]) -> bool:
+    """Whether a file's mapping is that of a study (`labkit.study.matrix`)."""
+    return "candidates" in mapping or "control" in mapping
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that a workload, or a study's base, is read from: its own and those it names.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = workload_file(path)
+    found, mapping = [path], load_mapping(path)
+    for named in (mapping.get("model"), mapping.get("base")):
+        if isinstance(named, str) and named.endswith((".yaml", ".yml")) and (path.parent / named).is_file():
+            found += files_of(path.parent / named) if named == mapping.get("base") else [path.parent / named]
+    return found
 
 
 def model_mapping(name: str, source: str, folder: Path) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
         if moe.moe_shared_expert_intermediate_size is not None:
             yield from divides(tp, moe.moe_shared_expert_intermediate_size, at, "moe_shared_expert_intermediate_size")
         expert_group = layout.etp * ep * layout.pp
-        if layout.world_size % expert_group:
+        # Of a size that cannot be anyway nothing follows.
+        if layout.world_size % expert_group and moe.num_moe_experts % ep == 0:
             yield Finding(
                 "error",
                 "parallelism.world_size",

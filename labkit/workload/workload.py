@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from labkit.errors import InputError, nearest
 from labkit.workload.base import Part
 from labkit.workload.batch import Batch
-from labkit.workload.files import load_mapping, model_mapping, workload_file
+from labkit.workload.files import is_study, load_mapping, model_mapping, workload_file
 from labkit.workload.finding import Finding
 from labkit.workload.launch import Launch
 from labkit.workload.launched import launched
@@ -56,7 +56,13 @@ class Workload(Part):
             InputError: the file cannot be read, is not YAML, or describes no workload that can run.
         """
         path = workload_file(Path(path))
-        return cls.described(load_mapping(path), path).checked(str(path))
+        mapping = load_mapping(path)
+        if is_study(mapping):
+            raise InputError(
+                f"{path}: is a study, not a workload; labkit check, study, report and profile learn take one, here "
+                "give a workload such as its base"
+            )
+        return cls.described(mapping, path).checked(str(path), of_file=True)
 
     @classmethod
     def described(cls, mapping: Mapping[str, Any], path: Path) -> Self:
@@ -94,16 +100,16 @@ class Workload(Part):
         except ValidationError as error:
             raise InputError(f"{source}: {first_problem(cls, error)}") from None
 
-    def checked(self, source: str = "workload") -> Self:
-        """Itself, if every rule allows it to run.
+    def checked(self, source: str = "workload", *, of_file: bool = False) -> Self:
+        """Itself, if every rule allows it to run; of a file, others can be pointed to.
 
         Raises:
             InputError: the first rule it breaks, with reason and remedy, and how many there are.
         """
         errors = [finding for finding in self.findings if finding.severity == "error"]
         if errors:
-            more = f" (the first of {len(errors)} errors; `labkit check` lists them)" if len(errors) > 1 else ""
-            raise InputError(f"{source}: {errors[0]}{more}")
+            others = f" (the first of {len(errors)} errors{'; `labkit check` lists them' if of_file else ''})"
+            raise InputError(f"{source}: {errors[0]}{others if len(errors) > 1 else ''}")
         return self
 
     @property

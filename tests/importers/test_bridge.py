@@ -248,3 +248,20 @@ def test_any_recipe_is_read_or_refused(data: st.DataObject, tmp_path_factory: py
             recipe[section] = data.draw(VALUES)
     with suppress(InputError):
         imported(recipe, tmp_path_factory.getbasetemp())
+
+
+def test_what_a_precision_overrides_is_said_and_layers_in_bf16_are_given_where_there_are_some(tmp_path: Path) -> None:
+    model = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000}
+    said = imported({"model": {**model, "fp8": "hybrid"}, "train": {}}, tmp_path).assumed
+    assert any(each.startswith("model.fp8 'hybrid': null, as mixed_precision sets it in its place") for each in said)
+    low = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    for ends in (False, True):
+        found = imported(
+            {
+                "model": model,
+                "mixed_precision": {**low, "first_last_layers_bf16": ends, "num_layers_at_end_in_bf16": 0},
+            },
+            tmp_path,
+        )
+        assert found.workload.launch is not None
+        assert ("--num-layers-at-end-in-bf16 0" in found.workload.launch.arguments) is ends

@@ -225,6 +225,14 @@ def test_hostile_input_is_one_sentence(content: bytes, tmp_path: Path, capsys: p
         assert ended.value.code in (0, 2)
 
 
+def test_a_layout_that_cannot_be_says_what_this_command_can(tmp_path: Path) -> None:
+    path = written(PUBLISHED["DeepSeek-V3"]["config"], tmp_path)
+    with pytest.raises(InputError, match="import without --pp and write them into the file"):
+        import_huggingface(path, Layout(pipeline=16))
+    with pytest.raises(InputError, match=r"\(the first of 3 errors\)$"):
+        import_huggingface(path, Layout(tensor=3))
+
+
 def test_a_folder_stands_for_the_file_in_it(tmp_path: Path) -> None:
     written(PUBLISHED["Qwen3-0.6B"]["config"], tmp_path)
     assert import_huggingface(tmp_path).workload.model.name == tmp_path.name

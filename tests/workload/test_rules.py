@@ -203,3 +203,8 @@ def test_every_authority_is_where_it_is_said_to_be() -> None:
         package = "transformer-engine" if authority.file.startswith("transformer_engine") else "megatron-core"
         if authority.file:
             assert Path(str(distribution(package).locate_file(authority.file))).is_file(), authority
+
+
+def test_nothing_is_said_that_follows_from_a_wrong_size_alone() -> None:
+    wrong = unchecked(parallelism={"world_size": 8, "expert_model_parallel_size": 7}, batch__global_batch_size=8)
+    assert [at for _, at, _ in errors(wrong)] == ["parallelism.expert_model_parallel_size"]

@@ -93,6 +93,8 @@ def read(
 
     for name in [name for name in os.environ if READ_FROM_ENVIRONMENT.fullmatch(name)]:
         del os.environ[name]
+    if {"-h", "--help"} & set(request["arguments"]):
+        raise InputError("--help prints Megatron's options and trains nothing; leave it out")
     printed = request.get("printed", {})
     sharded = bool({"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(request["arguments"])) or "True" in (
         printed.get("use_megatron_fsdp"),
