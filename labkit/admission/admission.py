@@ -49,8 +49,12 @@ class Admission:
             profiles: A folder of measured peaks (`labkit profile`), which may only raise a price.
 
         Raises:
-            InputError: the template breaks a rule, or the budget is no amount of memory.
+            InputError: the template is none or breaks a rule, or the budget is no amount of memory.
         """
+        if not isinstance(template, Workload):
+            raise InputError("the template: should be a Workload; Workload.load reads one from a file")
+        if not isinstance(budget, str | Budget | None):
+            raise InputError("the budget: should be a text such as 80GB, or a Budget")
         gpu = GPUS[template.training.gpu]
         self.template = template.checked("the template")
         if template.model.position_embedding_type == "learned_absolute":
@@ -86,7 +90,7 @@ class Admission:
         prefixes: dict[str, int] = {}
         for each in wanted:
             if each.prefix is not None and each.shared_prefix is not None:
-                prefixes[each.prefix] = min(prefixes.get(each.prefix, each.shared_prefix), each.shared_prefix)
+                prefixes[each.prefix] = each.shared_prefix
         spreads: list[Spread] = []
         refused: list[Refused] = []
         for kind, positions in kinds_of(wanted).items():

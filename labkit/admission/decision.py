@@ -5,7 +5,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from labkit.admission.passes import Pass
+from labkit.admission.passes import Pass, Unstated
 from labkit.admission.remedies import Remedy, remedies
 from labkit.admission.requests import Request
 from labkit.admission.split import Batch, Split
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.admission.oom import Explanation
 
 _SHOWN = 16
+_SHOWN_RUNS = 12
 
 
 class Figures(Part):
@@ -62,6 +63,8 @@ class Decided(Part):
     refused: Many[Figures] = ()
     remedies: Many[Remedy] = ()
     """For the largest that was refused."""
+    unstated: Many[Unstated] = ()
+    """What the template does not state and the figures rest on."""
     sentences: Many[str]
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -77,6 +80,7 @@ class Decided(Part):
         for heading in (
             "micro-batch",
             "requests",
+            "which",
             "packed",
             "logical",
             "shared",
@@ -91,6 +95,7 @@ class Decided(Part):
             table.add_row(
                 str(number),
                 str(len(each.requests)),
+                positions(each.requests),
                 *(f"{size:,}" for size in sizes),
                 *(f"{size / GIB:.2f}" for size in held),
             )
@@ -118,6 +123,8 @@ class MicroBatch:
 
     def __init__(self, run: Pass, batch: Batch) -> None:
         self._run, self._batch = run, batch
+        self._by_itself = batch.exact or batch.needed > run.limit
+        """Its figures are the estimate's own: of a refusal, or of what fits by them alone."""
         self.requests: tuple[int, ...] = tuple(sorted(at for item in batch.items for at in item.positions))
         """Positions in what was asked for."""
         self.shared_prefix = batch.load.shared_prefix
@@ -130,32 +137,29 @@ class MicroBatch:
     @cached_property
     def workload(self) -> Workload:
         """It as a plain workload, for `labkit.estimate` and everything else."""
-        return self._run.workload(self._batch.load)
+        return self._run.workload(self._batch.load, by_itself=self._by_itself)
 
     @cached_property
     def figures(self) -> Figures:
         """What it holds, and where that is from."""
         run, batch = self._run, self._batch
         peak, covered, reserved, phase = batch.peak, batch.covered, batch.reserved, batch.phase
-        exact = batch.exact
-        if batch.needed > run.limit and not exact:
-            # It is refused, which is said with the estimate's own figures.
+        if self._by_itself and not batch.exact:
             peak, covered, reserved, phase = run.exactly(batch.load)
-            exact = True
         lora = run.template.training.lora
         return Figures(
             requests=self.requests,
             no_grad=lora is not None and lora.no_grad,
             outputs="loss" if lora is None else lora.outputs,
             recompute=run.template.recompute.label,
-            packed_tokens=run.extent(batch.load.sums, batch.load.shared_prefix).rows,
+            packed_tokens=run.extent(batch.load.sums, batch.load.shared_prefix, by_itself=self._by_itself).rows,
             logical_tokens=sum(batch.load.lengths),
             shared_prefix=batch.load.shared_prefix,
             peak_phase=phase[1],
             peak_bytes=int(peak),
             covered_bytes=int(covered),
             reserved_bytes=int(reserved),
-            certainty="estimate" if exact else "bound",
+            certainty="estimate" if self._by_itself else "bound",
             basis=run.basis(batch.load),
         )
 
@@ -172,6 +176,7 @@ class Decision:
         self.budget = budget
         self.requests = requests
         self._refused = refused
+        self._runs = [each.run for each in spreads]
         found = [] if refused else [MicroBatch(each.run, batch) for each in spreads for batch in each.found.batches]
         self.micro_batches: tuple[MicroBatch, ...] = tuple(found)
         """What to run one after the other; none where something is refused."""
@@ -212,6 +217,7 @@ class Decision:
             least_micro_batches=self.least_micro_batches,
             refused=tuple(each.figures for each in self.refused),
             remedies=self.remedies,
+            unstated=tuple(dict.fromkeys(each for run in self._runs for each in run.unstated)),
             sentences=tuple(self._sentences()),
         )
 
@@ -240,12 +246,13 @@ class Decision:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{number}</td><td>{len(each.requests)}</td><td>{each.packed_tokens:,}</td><td>{each.logical_tokens:,}</td>"
+            f"<tr><td>{number}</td><td>{len(each.requests)}</td><td>{positions(each.requests)}</td>"
+            f"<td>{each.packed_tokens:,}</td><td>{each.logical_tokens:,}</td>"
             f"<td>{each.peak_bytes / GIB:.2f}</td><td>{each.covered_bytes / GIB:.2f}</td>"
             f"<td>{each.reserved_bytes / GIB:.2f}</td></tr>"
             for number, each in enumerate(self.record.micro_batches)
         )
-        heads = ("micro-batch", "requests", "packed", "logical", "peak GiB", "with margin", "reserved")
+        heads = ("micro-batch", "requests", "which", "packed", "logical", "peak GiB", "with margin", "reserved")
         head = "".join(f"<th>{each}</th>" for each in heads)
         said = "".join(f"<p>{escape(each)}</p>" for each in self.record.sentences)
         return f"<div><b>{self.outcome}</b>{said}{f'<table><tr>{head}</tr>{rows}</table>' if rows else ''}</div>"
@@ -267,7 +274,11 @@ class Decision:
                 if self.is_fewest
                 else f"No split has fewer than {self.least_micro_batches}; none below {len(figures)} was found.",
             ]
-        notes = (note for each in self.micro_batches for note in (each.figures.basis, each._run.assumption) if note)
+        notes = (
+            note
+            for each in self.micro_batches
+            for note in (each.figures.basis, *each._run.padding, *each._run.assumptions)
+        )
         return [*said, *dict.fromkeys(notes)]
 
     def _refusal(self) -> "list[str]":
@@ -285,7 +296,7 @@ class Decision:
                 f"{_gib(figures.reserved_bytes - figures.covered_bytes)} lie in segments from which nothing that is "
                 "asked for can be cut."
             )
-        said += [note for note in (figures.basis, largest._run.assumption) if note]
+        said += [figures.basis, *largest._run.assumptions]
         if self.remedies:
             said.append(f"What would work: {'; '.join(str(each) for each in self.remedies)}.")
         else:
@@ -304,6 +315,23 @@ def held(figures: Figures, budget: Budget) -> str:
         f"in {figures.peak_phase} ({_gib(figures.covered_bytes)} with its margin, "
         f"{_gib(figures.reserved_bytes)} reserved), usable {_gib(budget.bytes)} ({budget.name})"
     )
+
+
+def positions(requests: Sequence[int]) -> str:
+    """Positions of requests, in short.
+
+    >>> positions((0, 2, 3, 4, 5, 9))
+    '0, 2-5, 9'
+    """
+    runs: list[list[int]] = []
+    for each in requests:
+        if runs and each == runs[-1][1] + 1:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    more = len(shown) - _SHOWN_RUNS
+    return ", ".join(shown[:_SHOWN_RUNS]) + (f", and {more} more" if more > 0 else "")
 
 
 def _number(count: int, noun: str) -> str:

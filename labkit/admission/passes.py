@@ -24,11 +24,16 @@ from labkit.memory.margin import FIXED_BYTES, margin_over, relative_margin
 from labkit.memory.outline import outline
 from labkit.memory.profiles import Observation, Profiles
 from labkit.memory.tables import Tables
-from labkit.workload import Recompute, Workload
+from labkit.ranges import left_open
+from labkit.workload import Recompute, Routing, Workload
+from labkit.workload.base import Part
 from labkit.workload.batch import Packed
+from labkit.workload.gpu import GIB
 from labkit.workload.lora_rules import MOST_CHUNKS, MOST_SEQUENCES
 from labkit.workload.packing_rules import MOST_TURNED
+from labkit.workload.routing import default_imbalance
 from labkit.workload.stages import fullest_stages
+from labkit.workload.unstated import with_fields
 
 _SIMULATED = 5
 """Sizes at which the allocator is played through, each half of the one before."""
@@ -74,6 +79,29 @@ type Way = tuple[Sums, int]
 """Sequences, and how many tokens of a prefix they share."""
 
 
+class Unstated(Part):
+    """A field that the template does not state and that decides the peak."""
+
+    field: str
+    taken: str
+    cause: str
+    """Why it cannot be known, in half a sentence."""
+    instead: str | None = None
+    """The value with which most would be held, if one holds more."""
+    more_bytes: int = 0
+    """By how much, at the largest load that fits."""
+
+    @property
+    def shown(self) -> str:
+        """What is taken, and what more another value would hold."""
+        more = (
+            ""
+            if self.instead is None
+            else f"; {self.instead}: {self.more_bytes / GIB:.2f} GiB more at the largest load"
+        )
+        return f"{self.taken}{more}"
+
+
 class Prices(NamedTuple):
     """Of loads, an array each."""
 
@@ -97,9 +125,10 @@ class Pass:
         """Raises InputError where the template has no such pass."""
         self.limit = limit_bytes
         self._given, self._kind = (template, limit_bytes, profiles), kind
-        self.template = _of_kind(template, kind)
-        self._beside = _held_beside(template, self.template)
-        self._observations = [] if profiles is None else profiles.observations(self.template)
+        self._as_stated = _of_kind(template, kind)
+        self.template = _allowing(self._as_stated)
+        self._beside = _held_beside(template, self._as_stated)
+        self._observations = [] if profiles is None else profiles.observations(self._as_stated)
         layout = self.template.parallelism
         self.packs_trees = self.template.training.runtime == "lora"
         self.packs = self.packs_trees or template.batch.packed is not None
@@ -129,23 +158,63 @@ class Pass:
         )
 
     @property
-    def assumption(self) -> str:
-        """What the prices rest on that the template does not state; empty where nothing is."""
-        packed = self.template.batch.packed
-        stated = packed is not None and packed.busiest_rank_rows is not None
-        if self.template.parallelism.cp == 1 or not self.packs_trees or stated:
-            return ""
-        return (
-            "Context-parallel ranks are taken to share rows evenly; batch.packed.busiest_rank_rows of the template "
-            "states another proportion."
-        )
+    def padding(self) -> list[str]:
+        """How what is admitted is to be padded for its price to hold, where that is more than anything is."""
+        if self._unit == self.least_unit:
+            return []
+        return [
+            f"Rows are priced as padded to multiples of {self._unit}, as kernels of this model decide by lengths what "
+            "they allocate: what is admitted is to be run so padded."
+        ]
+
+    @cached_property
+    def assumptions(self) -> list[str]:
+        """What the prices rest on that the template does not state, in sentences."""
+        packed, layout = self.template.batch.packed, self.template.parallelism
+        said = []
+        if layout.cp > 1 and self.packs_trees and (packed is None or packed.busiest_rank_rows is None):
+            said.append(
+                "Context-parallel ranks are taken to share rows evenly; batch.packed.busiest_rank_rows of the template "
+                "states another proportion."
+            )
+        if self.template is not self._as_stated:
+            said.append(
+                f"The template does not state routing: the busiest of {layout.ep} expert-parallel ranks is allowed "
+                f"{default_imbalance(layout.ep):g} times the even share; state measured routing in its place."
+            )
+        fields = [f"{each.field} ({each.shown})" for each in self.unstated if each.field != "routing"]
+        if fields:
+            said.append(f"Figures are with what the template does not state as taken here: {', '.join(fields)}.")
+        return said
+
+    @cached_property
+    def unstated(self) -> tuple[Unstated, ...]:
+        """Fields that the template does not state and that decide the peak, asked at the largest load that fits."""
+        load = self._ladder()[0]
+        here, found = self.workload(load), []
+        base = _peak(here)
+        for each in left_open(self._as_stated):
+            if each.field == "routing":
+                if self.template is not self._as_stated:
+                    found.append(Unstated(field=each.field, taken="allowance", cause=each.cause))
+                continue
+            others = [(choice.value, with_fields(here, choice.fields)) for choice in each.choices[1:]]
+            peaks = [(_peak(changed) - base, value) for value, changed in others if changed is not None]
+            if any(more for more, _ in peaks):
+                more, value = max((0, None), *peaks, key=lambda peak: peak[0])
+                taken = each.choices[0].value
+                found.append(Unstated(field=each.field, taken=taken, cause=each.cause, instead=value, more_bytes=more))
+        return tuple(found)
 
     @cached_property
     def _unit(self) -> int:
-        """Rows are padded to a multiple of it."""
+        """Rows are priced padded to a multiple of it."""
+        return self.upper.step if isinstance(self.upper, Tables) else self.least_unit
+
+    @property
+    def least_unit(self) -> int:
+        """Rows are padded to a multiple of it whatever is run."""
         layout = self.template.parallelism
-        if not self.packs_trees and isinstance(self.upper, Tables):
-            return self.upper.step
         return lcm(layout.tp * layout.cp, 2 * layout.cp) if layout.cp > 1 else layout.tp
 
     @cached_property
@@ -193,10 +262,10 @@ class Pass:
         """Sequences as one micro-batch."""
         return Load(tuple(lengths), shared_prefix, self.sums(lengths, shared_prefix))
 
-    def extent(self, sums: Sums, shared: int) -> Extent:
-        """What the price is a function of."""
+    def extent(self, sums: Sums, shared: int, *, by_itself: bool = False) -> Extent:
+        """What the price is a function of; `by_itself`: without the padding that prices of many need."""
         count, tokens, padded, behind, longest = sums
-        unit = self._unit
+        unit = self.least_unit if by_itself else self._unit
         if not self.packs:
             longest = -(-longest // unit) * unit
             return Extent(longest * count, 0, 0, 0, tokens, longest, count)
@@ -218,13 +287,10 @@ class Pass:
         share = -(-rows * stated // batch.seq_length)
         return min(rows, -(-share // layout.tp) * layout.tp)
 
-    def workload(self, load: Load) -> Workload:
-        """The micro-batch as a plain workload."""
-        extent, layout, batch = (
-            self.extent(load.sums, load.shared_prefix),
-            self.template.parallelism,
-            self.template.batch,
-        )
+    def workload(self, load: Load, *, by_itself: bool = False) -> Workload:
+        """The micro-batch as a plain workload, as `extent` has it."""
+        extent = self.extent(load.sums, load.shared_prefix, by_itself=by_itself)
+        layout, batch = self.template.parallelism, self.template.batch
         count = len(load.lengths)
         size = 1 if self.packs else count
         update: dict[str, Any] = {
@@ -336,7 +402,7 @@ class Pass:
 
     def exactly(self, load: Load) -> tuple[int, int, int, tuple[int, str]]:
         """(peak, with its margin, with its segments, where) by the estimate itself: a second."""
-        workload = self.workload(load)
+        workload = self.workload(load, by_itself=True)
         stages = [BlockPeaks(workload, stage) for stage in fullest_stages(workload)]
         fullest = max(stages, key=lambda each: each.peak.bytes).peak
         peak = max(fullest.bytes + self._beside, self.observed(load.sums, load.shared_prefix))
@@ -347,7 +413,7 @@ class Pass:
 
     def runs(self, load: Load) -> tuple[int, int, int] | None:
         """(peak, with its margin, reserved) of what runs within the limit by the estimate itself; else None."""
-        workload = self.workload(load)
+        workload = self.workload(load, by_itself=True)
         peak = covered = reserved = 0
         for stage in fullest_stages(workload):
             held = BlockPeaks(workload, stage)
@@ -357,6 +423,18 @@ class Pass:
             peak, covered = max(peak, held.peak.bytes + self._beside), max(covered, held.peak.bytes + margin)
             reserved = max(reserved, min(held.reserved_bytes + margin, self.limit))
         return peak, covered, reserved
+
+
+def _peak(workload: Workload) -> int:
+    return max(outline(workload, stage).peak_bytes for stage in fullest_stages(workload))
+
+
+def _allowing(template: Workload) -> Workload:
+    """The template; where it spreads experts over ranks and leaves routing open, with what is set aside for that."""
+    experts = any(layer.mlp == "moe" for layer in template.model.kinds)
+    if template.routing is not None or not experts or template.parallelism.ep == 1:
+        return template
+    return template.model_copy(update={"routing": Routing(kind="allowance")})
 
 
 def columns(extents: Sequence[Extent]) -> Extent:

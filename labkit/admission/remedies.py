@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from labkit.admission.passes import Load, Pass
-from labkit.admission.split import Batch
+from labkit.admission.requests import Item
+from labkit.admission.split import Batch, split
 from labkit.errors import InputError
 from labkit.plan.price import EVERY_LAYER, Priced, Pricer
 from labkit.plan.space import recompute_choices
@@ -28,7 +29,8 @@ class Remedy(Part):
     reserved_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.change} fits at {self.peak_bytes / GIB:.1f} GiB ({self.covered_bytes / GIB:.1f} with its margin)"
+        peak, covered, reserved = (each / GIB for each in (self.peak_bytes, self.covered_bytes, self.reserved_bytes))
+        return f"{self.change} fits at {peak:.1f} GiB ({covered:.1f} with its margin, {reserved:.1f} reserved)"
 
 
 def remedies(run: Pass, batch: Batch) -> Iterator[Remedy]:
@@ -74,7 +76,7 @@ def _recomputed(run: Pass, load: Load) -> Iterator[Remedy]:
     template = run.template
     if not template.training.differentiates:
         return
-    workload = run.workload(load)
+    workload = run.workload(load, by_itself=True)
     pricer = Pricer(workload)
     worth = pricer.worth_pricing(recompute_choices(workload))
     choices = [each for each in pricer.each(worth) if each.covered_bytes <= run.limit]
@@ -133,30 +135,32 @@ def _regrouped(template: Workload) -> Workload:
 
 
 def _shorter(run: Pass, batch: Batch) -> Iterator[Remedy]:
-    """As many sequences of the same proportions, with as many tokens as fit."""
+    """As many sequences of the same proportions, with as many tokens as would be admitted."""
     lengths, shared = batch.load.lengths, batch.load.shared_prefix
     longest = max(lengths)
 
-    def scaled(tokens: int) -> Load:
-        prefix = min(shared * tokens // longest, min(lengths) * tokens // longest - 1)
-        return run.load([max(each * tokens // longest, 1) for each in lengths], max(prefix, 0))
+    def admitted(tokens: int) -> Batch | None:
+        """So many tokens of the longest, as a decision prices them."""
+        scaled = tuple(max(each * tokens // longest, 1) for each in lengths)
+        prefix = max(min(shared * tokens // longest, min(scaled) - 1), 0)
+        item = Item(tuple(range(len(lengths))), scaled, "its own" if prefix else None, "of them")
+        return next(iter(split(run, [item], {"its own": prefix}).batches), None)
 
-    low, high = 0, longest
+    unit = run.least_unit
+    low, high, found = 0, -(-longest // unit), None
     while high - low > 1:
         middle = (low + high) // 2
-        load = scaled(middle)
-        fits = float(run.prices([(load.sums, load.shared_prefix)]).needed[0]) <= run.limit
-        low, high = (middle, high) if fits else (low, middle)
-    if not low:
+        fits = admitted(middle * unit)
+        low, high, found = (low, middle, found) if fits is None else (middle, high, fits)
+    if found is None:
         return
-    load = scaled(low)
-    found = run.prices([(load.sums, load.shared_prefix)])
+    load = found.load
     tokens = sum(load.lengths) - load.shared_prefix * (len(lengths) - 1 if load.shared_prefix else 0)
     what = "a sequence" if len(lengths) == 1 else f"a group of {len(lengths)}"
     yield Remedy(
         kind="tokens",
         change=f"{what} of at most {tokens:,} tokens",
-        peak_bytes=int(found.peak[0]),
-        covered_bytes=int(found.needed[0]),
-        reserved_bytes=int(found.reserved[0]),
+        peak_bytes=int(found.peak),
+        covered_bytes=int(found.covered),
+        reserved_bytes=int(found.reserved),
     )

@@ -33,7 +33,7 @@ class Request(Part):
     prefix: str | None = Field(default=None, min_length=1, max_length=200)
     """Requests of one name begin with the same tokens."""
     shared_prefix: Annotated[int, Field(gt=0)] | None = None
-    """How many those are."""
+    """How many those are, the same for all of them."""
     group: str | None = Field(default=None, min_length=1, max_length=200)
     """Requests of one name go into one micro-batch or nowhere."""
     no_grad: bool | None = None
@@ -55,6 +55,8 @@ def requests_of(
     Raises:
         InputError: one of them is wrong, or what they say together.
     """
+    if not isinstance(given, Iterable):
+        raise InputError(f"{source}: should be a list of lengths or requests")
     given = list(islice(given, MOST_REQUESTS + 1))
     if not given:
         raise InputError(f"{source}: there are none; give at least one length")
@@ -72,7 +74,15 @@ def requests_of(
                 f"{where}: some of its {each.length} tokens must follow the prefix; use at most {each.length - 1}"
             )
     kinds: dict[str, tuple[int, object]] = {}
+    prefixes: dict[str, tuple[int, int | None]] = {}
     for at, each in enumerate(found):
+        if each.prefix is not None:
+            first, tokens = prefixes.setdefault(each.prefix, (at, each.shared_prefix))
+            if tokens != each.shared_prefix:
+                raise InputError(
+                    f"{source}[{at}]: prefix {each.prefix!r} has {each.shared_prefix} tokens here and {tokens} in "
+                    f"{source}[{first}]; give both the number that they share, or two names"
+                )
         if each.group is not None:
             first, kind = kinds.setdefault(each.group, (at, each.kind))
             if kind != each.kind:

@@ -370,10 +370,9 @@ class _Spreading:
 
 def _closer(run: Pass, alone: Batch) -> Batch:
     """What does not fit by its bound at the estimate's own price, unless that cannot fit either."""
-    if (
-        not np.isfinite(alone.needed)
-        or float(run.least([run.extent(alone.load.sums, alone.load.shared_prefix)])[0]) > run.limit
-    ):
+    sums, shared = alone.load.sums, alone.load.shared_prefix
+    too_many = sums.sequences > run.most_sequences or sums.tokens > run.most_tokens
+    if too_many or (run.grows and float(run.least([run.extent(sums, shared)])[0]) > run.limit):
         return alone
     peak, covered, reserved, phase = run.exactly(alone.load)
     return alone._replace(peak=peak, covered=covered, reserved=reserved, needed=reserved, phase=phase, exact=True)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.admission import failure
 from labkit import Workload, estimate
 from labkit.admission import Admission, Decision, Request
+from labkit.admission.decision import positions
 from labkit.admission.passes import Pass, columns
 from labkit.errors import InputError
 from labkit.memory.estimate import BlockPeaks
 from labkit.memory.outline import outline
 from labkit.memory.profiles import Observation, Profiles
 from labkit.plan import Budget
-from labkit.workload import Recompute
+from labkit.workload import Recompute, Routing
 from labkit.workload.gpu import GIB, MIB
 from tests.memory import grid
 from tests.memory.test_lora import tuned
@@ -307,7 +308,12 @@ def test_what_is_no_such_error_is_said(admitted: Decision, error: Any) -> None:
         admitted.explain({"requested_bytes": 1}, 7)
 
 
-WRONG: dict[str, list[Any]] = {
+WRONG: dict[str, Any] = {
+    "requests: should be a list of lengths": 5,
+    "prefix 'a' has 3 tokens here and 2 in": [
+        {"length": 9, "prefix": "a", "shared_prefix": 2},
+        {"length": 9, "prefix": "a", "shared_prefix": 3},
+    ],
     "there are none": [],
     "should be a length or a mapping": [True],
     "length: input should be greater than 0": [0],
@@ -338,3 +344,34 @@ def test_a_decision_is_data_and_reads_well() -> None:
     assert "<table>" in decision._repr_html_()
     assert str(decision).startswith("Split 6 requests into")
     assert "priced by the floor" in str(decision)
+
+
+def test_what_is_no_template_is_said() -> None:
+    with pytest.raises(InputError, match="the template: should be a Workload"):
+        Admission("data/workloads/moonlight-16b.yaml")  # type: ignore[arg-type]
+
+
+def test_routing_that_is_not_stated_is_allowed_for_and_named() -> None:
+    template = grid.workload("lora: experts, all-to-all")
+    template = template.model_copy(update={"routing": None})
+    balanced = template.model_copy(update={"routing": Routing()})
+    open_, stated = (Admission(each, "4GiB").decide([700] * 2) for each in (template, balanced))
+    assert "does not state routing: the busiest of" in str(open_)
+    assert "routing" in {each["field"] for each in open_.to_dict()["unstated"]}
+    assert "routing" not in {each["field"] for each in stated.to_dict()["unstated"]}
+    (held,), (even,) = open_.micro_batches, stated.micro_batches
+    assert held.workload.routing == Routing(kind="allowance")
+    assert (held.peak_bytes or 0) > (even.peak_bytes or PLENTY)
+    assert (held.peak_bytes or 0) >= estimate(held.workload).peak_allocated_bytes
+
+
+def test_the_length_that_a_refusal_names_is_the_longest_that_is_admitted() -> None:
+    here = admission("trees", 700)
+    (remedy,) = [each for each in here.decide([30_000]).remedies if each.kind == "tokens"]
+    assert remedy.peak_bytes < remedy.covered_bytes < remedy.reserved_bytes <= here.budget.bytes
+    tokens = int(remedy.change.split()[-2].replace(",", ""))
+    assert [here.decide([tokens + more]).outcome for more in (0, 1)] == ["admit", "refuse"]
+
+
+def test_positions_are_shown_in_short() -> None:
+    assert positions((0, 2, 3, 4, 5, 9)) == "0, 2-5, 9"
