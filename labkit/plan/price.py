@@ -63,8 +63,7 @@ class Pricer:
         layers save, and the largest of n regions has at least an n-th of what they all save above their boundaries.
         """
         for choice in choices:
-            length = choice.recompute_num_layers or 1
-            if choice.recompute_method != "uniform" or length == 1 or self._may_save(length):
+            if not has_long_regions(choice) or self._may_save(choice.recompute_num_layers or 1):
                 yield choice
 
     def _may_save(self, length: int) -> bool:
@@ -140,6 +139,11 @@ EVERY_LAYER = Recompute(recompute_granularity="full", recompute_method="uniform"
 NEAR = 0.03
 """How far a choice's price may be from the exact one: blocks of fresh segments alone, where cached ones are smaller
 (up to 1 % in large models) or leave more over (2 % in small ones)."""
+
+
+def has_long_regions(choice: Recompute) -> bool:
+    """Uniform recompute of several layers a region."""
+    return choice.recompute_method == "uniform" and choice.recompute_num_layers != 1
 
 
 class Exact(NamedTuple):

@@ -90,9 +90,8 @@ class Ranking:
 
     def fits(self, choice: Priced) -> bool:
         """Whether they are, and the allocator gets along; near the budget the exact price decides."""
-        over = choice.covered_bytes / self.budget.bytes - 1
-        looked_at = choice.workload in self._seen or abs(over) <= NEAR
-        return self._fits_exactly(choice) if looked_at else over < 0
+        seems = self.seems_to_fit(choice)
+        return self._fits_exactly(choice) if seems is None else seems
 
     def _fits_exactly(self, choice: Priced) -> bool:
         seen = self._look_at(choice)

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from labkit.plan.price import Priced, Pricer
+from labkit.plan.price import Priced, Pricer, has_long_regions
 from labkit.plan.ranking import Ranking
 from labkit.plan.space import other_settings, recompute_choices, shorter
 from labkit.ranges import left_open
@@ -23,9 +23,9 @@ def settings_that_fit(ranking: Ranking, choices: list[Recompute] | None = None) 
     for other in other_settings(ranking.control.workload):
         pricer = Pricer(other)
         possible = list(recompute_choices(other)) if choices is None else _runnable(other, choices)
-        long = [each for each in possible if each.recompute_method == "uniform" and each.recompute_num_layers != 1]
+        short, long = ([each for each in possible if has_long_regions(each) is is_long] for is_long in (False, True))
         count = 0
-        for part in ([each for each in possible if each not in long], long):
+        for part in (short, long):
             priced = list(pricer.each(pricer.worth_pricing(part)))
             count += len(priced)
             fitting = [each for each in priced if each.covered_bytes <= ranking.budget.bytes]
@@ -118,12 +118,14 @@ def layouts_that_fit(ranking: Ranking, choice: Recompute) -> Iterator[Priced]:
 
 def changed_sizes(workload: Workload, other: Workload) -> tuple[str, ...]:
     """The sizes in which another setting differs, but for what follows from them."""
-    return tuple(name for name, value in _sizes(workload).items() if value != _sizes(other)[name])
+    theirs = _sizes(other)
+    return tuple(name for name, value in _sizes(workload).items() if value != theirs[name])
 
 
 def difference(workload: Workload, other: Workload) -> str:
     """The same with their values, by the names they go by (`TP 8, MBS 1`)."""
-    return ", ".join(f"{_SHORT.get(name, name)} {_sizes(other)[name]}" for name in changed_sizes(workload, other))
+    theirs = _sizes(other)
+    return ", ".join(f"{_SHORT.get(name, name)} {theirs[name]}" for name in changed_sizes(workload, other))
 
 
 _SHORT = {
