@@ -12,7 +12,7 @@ from labkit.admission.split import Batch, Split
 from labkit.plan import Budget
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
-from labkit.workload.gpu import GIB
+from labkit.workload.gpu import GIB, gib
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -291,9 +291,9 @@ class Decision:
         limit = self.budget.bytes
         if figures.covered_bytes <= limit < figures.reserved_bytes:
             said.append(
-                f"Fragmentation: {_gib(figures.covered_bytes)} allocated with the margin fit, and the "
-                f"{_gib(figures.reserved_bytes)} that the allocator has to reserve for them do not: "
-                f"{_gib(figures.reserved_bytes - figures.covered_bytes)} lie in segments from which nothing that is "
+                f"Fragmentation: {gib(figures.covered_bytes)} allocated with the margin fit, and the "
+                f"{gib(figures.reserved_bytes)} that the allocator has to reserve for them do not: "
+                f"{gib(figures.reserved_bytes - figures.covered_bytes)} lie in segments from which nothing that is "
                 "asked for can be cut."
             )
         said += [figures.basis, *largest._run.assumptions]
@@ -311,9 +311,9 @@ def held(figures: Figures, budget: Budget) -> str:
     most = "at most " if figures.certainty == "bound" else ""
     return (
         f"recompute {figures.recompute}{', no-grad' if figures.no_grad else ''}, {figures.packed_tokens:,} packed and "
-        f"{figures.logical_tokens:,} logical tokens, predicted peak {most}{_gib(figures.peak_bytes)} "
-        f"in {figures.peak_phase} ({_gib(figures.covered_bytes)} with its margin, "
-        f"{_gib(figures.reserved_bytes)} reserved), usable {_gib(budget.bytes)} ({budget.name})"
+        f"{figures.logical_tokens:,} logical tokens, predicted peak {most}{gib(figures.peak_bytes)} "
+        f"in {figures.peak_phase} ({gib(figures.covered_bytes)} with its margin, "
+        f"{gib(figures.reserved_bytes)} reserved), usable {gib(budget.bytes)} ({budget.name})"
     )
 
 
@@ -336,7 +336,3 @@ def positions(requests: Sequence[int]) -> str:
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

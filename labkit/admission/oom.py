@@ -8,7 +8,7 @@ from labkit.diagnose.facts import LONGEST_QUOTE, Evidence
 from labkit.diagnose.oom import parse
 from labkit.errors import InputError
 from labkit.workload.base import Many, Part
-from labkit.workload.gpu import GIB
+from labkit.workload.gpu import gib
 
 if TYPE_CHECKING:
     from labkit.admission.decision import Decision
@@ -107,7 +107,7 @@ def _of(numbers: Numbers) -> str:
         "reserved and not handed out": numbers.unallocated_bytes,
         "free on the device": numbers.free_bytes,
     }
-    said = [f"{what} {_gib(nbytes)}" for what, nbytes in parts.items() if nbytes is not None]
+    said = [f"{what} {gib(nbytes)}" for what, nbytes in parts.items() if nbytes is not None]
     return f", {', '.join(said)}" if said else ""
 
 
@@ -120,7 +120,7 @@ def _cause(numbers: Numbers, figures: Figures, decision: "Decision") -> tuple[An
         over = allocated + requested - figures.covered_bytes
         beside = "something beside this micro-batch is on the device, or the price is too low"
         return "above the price", [
-            f"With the request {_gib(allocated + requested)} would be allocated, {_gib(over)} above the price with its "
+            f"With the request {gib(allocated + requested)} would be allocated, {gib(over)} above the price with its "
             f"margin: {beside}. Lower the budget by what else the process keeps; if it keeps nothing else, keep the "
             "peak as a profile (labkit profile add), which raises the price of all that is as large.",
             *([_fragmented(unallocated)] if unallocated >= requested > 0 else []),
@@ -131,7 +131,7 @@ def _cause(numbers: Numbers, figures: Figures, decision: "Decision") -> tuple[An
         had = allocated + unallocated + (numbers.free_bytes or 0)
         if had < decision.budget.bytes:
             return "device smaller than the budget", [
-                f"The process could have {_gib(had)} in all, {_gib(decision.budget.bytes - had)} less than the budget: "
+                f"The process could have {gib(had)} in all, {gib(decision.budget.bytes - had)} less than the budget: "
                 "others (CUDA's context, NCCL, other processes) have the rest. Lower the budget to it and decide again."
             ]
     return "unknown", [
@@ -141,11 +141,7 @@ def _cause(numbers: Numbers, figures: Figures, decision: "Decision") -> tuple[An
 
 def _fragmented(unallocated: int) -> str:
     return (
-        f"Fragmentation: {_gib(unallocated)} are reserved and not handed out, more than was asked for, in pieces that "
+        f"Fragmentation: {gib(unallocated)} are reserved and not handed out, more than was asked for, in pieces that "
         "are too small. PYTORCH_ALLOC_CONF=expandable_segments:True joins them; with "
         "training.allocator.expandable_segments: true in the template the decision counts on it."
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

@@ -10,7 +10,7 @@ from labkit.plan.ranking import Ranking
 from labkit.plan.ways import difference, layouts_that_fit, longest_that_fits, optimizers_that_fit, span
 from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
-from labkit.workload.gpu import GIB
+from labkit.workload.gpu import gib
 
 _SHOWN_NARROWER, _SHOWN_SETTINGS = 4, 3
 
@@ -46,18 +46,18 @@ class Words(NamedTuple):
     @property
     def _allowed(self) -> str:
         budget = self.ranking.budget
-        return f"{budget.name} ({_gib(budget.bytes)})"
+        return f"{budget.name} ({gib(budget.bytes)})"
 
     def _state(self, choice: Priced) -> str:
         """What a choice holds, at its exact price."""
         exact = self.ranking.exact(choice)
         stage = f" of stage {exact.stage}" if exact.workload.parallelism.pp > 1 else ""
-        return f"{_gib(exact.peak_bytes)} in {exact.phase}{stage}, {_gib(exact.covered_bytes)} with its margin"
+        return f"{gib(exact.peak_bytes)} in {exact.phase}{stage}, {gib(exact.covered_bytes)} with its margin"
 
     def _too_much(self, choice: Priced) -> str:
         if self.ranking.is_scattered(choice):
             return "the allocator's segments are too much (training.allocator.expandable_segments: true may help)"
-        return f"{_gib(self.ranking.exact(choice).covered_bytes - self.ranking.budget.bytes)} too much"
+        return f"{gib(self.ranking.exact(choice).covered_bytes - self.ranking.budget.bytes)} too much"
 
     def _proposal(self, first: Priced) -> Iterator[Said]:
         ranking, control = self.ranking, self.ranking.control
@@ -81,7 +81,7 @@ class Words(NamedTuple):
             yield Said(text, proposes=True)
         else:
             yield Said(f"As it is, {control.label}, it fits {self._allowed}: {self._state(control)}.")
-            saved = _gib(ranking.exact(control).peak_bytes - ranking.exact(first).peak_bytes)
+            saved = gib(ranking.exact(control).peak_bytes - ranking.exact(first).peak_bytes)
             yield Said(f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}.", proposes=True)
         if fragmentation := ranking.fragmentation(first):
             yield Said(fragmentation)
@@ -120,7 +120,7 @@ class Words(NamedTuple):
         yield Said(f"No recompute choice fits {self._allowed}: {state}.")
         floor = min(each.floor_bytes for each in ranking.choices)
         if floor > ranking.budget.bytes:
-            yield Said(f"Before any activation the optimizer step needs {_gib(floor)}: no label helps.")
+            yield Said(f"Before any activation the optimizer step needs {gib(floor)}: no label helps.")
         optimizers = list(islice(optimizers_that_fit(ranking, least.workload.recompute), 1))
         for words, priced in optimizers:
             yield Said(f"With {words} {least.label} fits: {self._state(priced)}.", proposes=True)
@@ -188,7 +188,7 @@ class Words(NamedTuple):
         choice = first or self.ranking.control
         low, high = span(choice)
         decides = " That decides whether it fits." if low <= self.ranking.budget.bytes < high else ""
-        between = f"between {_gib(low)} and {_gib(high)} with its margin"
+        between = f"between {gib(low)} and {gib(high)} with its margin"
         yield f"By what the workload does not state {choice.label} needs {between}: {fields}.{decides}"
 
 
@@ -201,7 +201,3 @@ def _not_priced(workload: Workload) -> Iterator[str]:
 
 def _ms(choice: Priced) -> str:
     return f"{choice.replay.seconds * 1e3:.2f} ms"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

@@ -6,6 +6,11 @@ GIB = 2**30
 MIB = 2**20
 
 
+def gib(nbytes: int) -> str:
+    """Bytes as sentences have them."""
+    return f"{nbytes / GIB:.2f} GiB"
+
+
 class Products(NamedTuple):
     """Dense peaks in FLOP/s by what a matrix product runs in (NVIDIA data sheets, SXM; of sparse figures half)."""
 
