@@ -21,12 +21,14 @@ workers = None
 
 # %%
 from labkit import Study
-from labkit.report import charts, prose, tables
+from labkit.report import prose
+from labkit.report.charts import study as charts
 from labkit.report.heading import Heading, finish
-from labkit.report.parameters import RecomputeStudy
+from labkit.report.parameters import RecomputeStudy, input_path
+from labkit.report.tables import study as tables
 
 parameters = RecomputeStudy.checked(study=study, run=run, workers=workers)
-question = Study.load(parameters.study_path)
+question = Study.load(input_path(parameters.study))
 
 # %%
 if parameters.run:
@@ -37,7 +39,7 @@ results = question.results()
 # ## What to try first
 
 # %%
-prose.conclusion(results.decided.sentences)
+prose.lead(results.decided.sentences)
 
 # %%
 tables.decision(results.decision)

@@ -5,7 +5,7 @@ from pathlib import Path
 import vl_convert
 
 from labkit import Study
-from labkit.report import charts
+from labkit.report.charts import study as charts
 
 ROOT = Path(__file__).parent.parent
 

@@ -30,6 +30,20 @@ MAY_IMPORT = {
     "admission": TABLE | {"memory", "plan", "diagnose", "admission"},
     "check": GROUND | {"study"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
+    "workbench": TABLE
+    | {
+        "console",
+        "snapshot",
+        "memory",
+        "drivers",
+        "importers",
+        "study",
+        "plan",
+        "admission",
+        "check",
+        "diagnose",
+        "workbench",
+    },
     "report": TABLE | {"console", "report"},
     "cli": TABLE
     | {"console", "memory", "drivers", "importers", "study", "plan", "admission", "check", "diagnose", "report", "cli"},

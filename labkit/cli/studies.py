@@ -18,6 +18,7 @@ from labkit.cli.options import (
     path_of,
 )
 from labkit.cli.output import check_output, say, show, warn
+from labkit.errors import InputError
 
 if TYPE_CHECKING:
     from labkit.study import Study
@@ -113,7 +114,19 @@ def study_export(
 
 
 def report(
-    study: StudyArgument,
+    source: Annotated[Path, typer.Argument(metavar="STUDY.yaml|NOTEBOOK", show_default=False)],
+    *,
+    parameters: Annotated[
+        Path | None,
+        typer.Option(
+            "--parameters",
+            "-p",
+            metavar="FILE.yaml",
+            parser=path_of,
+            show_default=False,
+            help="A mapping of the notebook's parameters.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -126,30 +139,52 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Run what is missing of a study and write its report: one self-contained HTML file."""
+    """Run what is missing of a study, or a notebook, and write its report: one self-contained HTML file."""
+    if output is not None:
+        check_output(output, source, parameters)
+    if source.suffix in (".yaml", ".yml"):
+        if parameters is not None:
+            raise InputError(f"{source}: a study takes no parameters; give a notebook with them")
+        _report_study(source, output)
+    else:
+        _report_notebook(source, parameters, output)
+
+
+def _report_study(study: Path, output: Path | None) -> None:
     from labkit.report.files import check_output as check_report
 
-    if output is not None:
-        check_output(output, study)
     opened = open_study(study, None)
     output = output or Path("figures") / f"{opened.name}.html"
     check_report(output)
     status = opened.run()
-    from labkit.report.document import write_report
+    from labkit.report.document import study_report
 
-    written = write_report(study, output)
-    say(f"{written}: {status.sentence}")
+    say(f"{study_report(study, output)}: {status.sentence}")
     if status.count("failed"):
         raise typer.Exit(1)
 
 
+def _report_notebook(notebook: Path, parameters: Path | None, output: Path | None) -> None:
+    from labkit.report.document import write_report
+    from labkit.report.headless import load_parameters
+    from labkit.report.notebooks import find_notebook
+
+    source = find_notebook(notebook)
+    runs = [{}] if parameters is None else load_parameters(parameters)
+    if len(runs) > 1:
+        raise InputError(f"{parameters}: lists {len(runs)} runs; a report is of one (labkit notebook runs them all)")
+    name = source.stem if parameters is None else f"{source.stem}-{parameters.stem}"
+    say(write_report(source, runs[0], output or Path("figures") / f"{name}.html"))
+
+
 def notebook(
-    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK.py", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK", show_default=False)],
     *,
     parameters: Annotated[
         Path,
         typer.Option(
             "--parameters",
+            "-p",
             "-f",
             metavar="FILE.yaml",
             parser=path_of,

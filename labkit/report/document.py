@@ -1,7 +1,9 @@
-"""From a study to its report: the notebook run headless, then rendered to one HTML file."""
+"""From a notebook to its report: run headless, then rendered to one HTML file."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
@@ -12,32 +14,41 @@ from labkit.report.execute import execute
 from labkit.report.files import check_output
 from labkit.report.heading import Fact
 from labkit.report.html import render
-from labkit.report.parameters import RecomputeStudy
-
-_PACKAGE = Path(labkit.__file__).resolve().parent
+from labkit.report.notebooks import check_parameters, notebook_source
 
 
-def write_report(study: Path, output: Path) -> Path:
+def study_report(study: Path, output: Path) -> Path:
     """Write the report of a study from the results that are there; results that are not are shown as missing.
+
+    Args:
+        study: the study file.
+        output: as for `write_report`, which says what is raised.
+    """
+    return write_report(notebook_source("recompute_study"), {"study": str(study), "run": False}, output)
+
+
+def write_report(source: Path, parameters: Mapping[str, Any], output: Path) -> Path:
+    """Run a notebook and write its report.
 
     The executed notebook is kept beside the report (`NAME.executed.ipynb`), a half-executed one of a failed run as
     `NAME.failed.ipynb`.
 
     Args:
-        study: the study file.
+        source: the notebook, a jupytext percent script whose last cell calls `labkit.report.heading.finish`.
+        parameters: values for its parameters cell; what they leave out keeps the cell's value.
         output: the HTML file to write; its folder is made.
 
     Returns:
         `output`.
 
     Raises:
-        InputError: the study file is not there, or `check_output` refuses the output; nothing is written.
+        InputError: the parameters are wrong, or `check_output` refuses the output; nothing is written.
         WorkError: the notebook failed or the files cannot be written.
     """
-    parameters = RecomputeStudy.checked(study=str(study), run=False)
+    check_parameters(source, parameters)
     check_output(output)
     executed, failed = output.with_suffix(".executed.ipynb"), output.with_suffix(".failed.ipynb")
-    run = execute(notebook_source("recompute_study"), parameters.model_dump(), failed)
+    run = execute(source, parameters, failed)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"
     facts = (*run.heading.facts, Fact(name="Report made", value=made))
     heading = run.heading.model_copy(update={"facts": facts})
@@ -48,9 +59,3 @@ def write_report(study: Path, output: Path) -> Path:
     except OSError as error:
         raise WorkError(f"{output}: the report cannot be written ({error.strerror or error})") from None
     return output
-
-
-def notebook_source(name: str) -> Path:
-    """`notebooks/NAME.py` inside an installed wheel, or beside the package in a checkout."""
-    installed = _PACKAGE / "notebooks"
-    return (installed if installed.is_dir() else _PACKAGE.parent / "notebooks") / f"{name}.py"

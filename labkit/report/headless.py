@@ -6,7 +6,6 @@ there is run again. A run that failed keeps the notebook as far as it came, `<na
 share a folder.
 """
 
-import ast
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ import yaml
 from pydantic import JsonValue, ValidationError
 
 import labkit
-from labkit.errors import InputError, WorkError, nearest
+from labkit.errors import InputError, WorkError
 from labkit.files import claimed, read_regular, write_atomically
-from labkit.report.execute import convert, execute
-from labkit.report.parameters import MODELS
+from labkit.report.execute import execute
+from labkit.report.notebooks import check_parameters, find_notebook
 from labkit.workload.base import Many, Part
 from labkit.workload.workload import content_hash
 
@@ -89,7 +88,7 @@ def run_all(
     """Run a notebook once for each of the parameters, but for those that are done.
 
     Args:
-        source: A jupytext percent script; its last cell calls `labkit.report.heading.finish`.
+        source: A jupytext percent script, or the name of labkit's own; its last cell calls `labkit.report.heading.finish`.
         parameters: Names and values for the cell tagged `parameters`, for each run.
         folder: Where the runs are kept.
         workers: Runs at once, each in processes of its own.
@@ -101,11 +100,9 @@ def run_all(
         WorkError: the folder cannot be written.
         KeyboardInterrupt: interrupted; what was finished is kept.
     """
-    if not source.is_file():
-        raise InputError(f"{source}: no such notebook")
-    known = _parameter_names(source)
+    source = find_notebook(source)
     for values in parameters:
-        _check(source, values, known)
+        check_parameters(source, values)
     sweep = _Sweep(source, folder, force, say)
     with ThreadPoolExecutor(workers, thread_name_prefix="labkit-notebook") as pool:
         try:
@@ -222,30 +219,3 @@ def _done(record: Path) -> Run | None:
     except (OSError, ValidationError, ValueError, nbformat.reader.NotJSONError):
         return None
     return run if run.state == "done" else None
-
-
-def _check(source: Path, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse what papermill would only log: parameters that the notebook has not."""
-    for name in values:
-        if name not in known:
-            raise InputError(f"{source}: no parameter {name!r}{nearest(name, known)}")
-    try:
-        content_hash(dict(values))
-    except (TypeError, ValueError):
-        raise InputError(f"{source}: parameters should be plain values: numbers, text, lists, mappings") from None
-    if source.stem in MODELS:
-        MODELS[source.stem].checked(**values)
-
-
-def _parameter_names(source: Path) -> list[str]:
-    """The names that the cell tagged `parameters` assigns."""
-    tagged = [cell for cell in convert(source).cells if "parameters" in cell.metadata.get("tags", ())]
-    if not tagged:
-        raise InputError(f'{source}: no cell is tagged as its parameters (`# %% tags=["parameters"]`)')
-    try:
-        body = ast.parse(tagged[0].source).body
-    except SyntaxError as error:
-        raise InputError(f"{source}: its parameters cell is no Python ({error.msg})") from None
-    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
-    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]

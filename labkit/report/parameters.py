@@ -1,9 +1,13 @@
-"""What each notebook can be told, checked before it runs: one model per notebook."""
+"""What each notebook can be told, checked before it runs: one model per notebook.
+
+Field names are the names in the notebook's parameters cell, with the same defaults. Whatever can be told here is plain
+data, as a YAML file has it.
+"""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import AfterValidator, PositiveInt, ValidationError
 
 from labkit.errors import InputError
 from labkit.workload.base import Part
@@ -11,38 +15,54 @@ from labkit.workload.files import data_directory
 from labkit.workload.workload import first_problem
 
 
-class RecomputeStudy(Part):
-    """Parameters of `notebooks/recompute_study.py`; field names are the names in its parameters cell."""
+def input_path(stated: str) -> Path:
+    """A file that a notebook reads, wherever it runs: from the working directory, or else from labkit's checkout."""
+    path = Path(stated).expanduser()
+    shipped = data_directory().parent / path
+    return shipped if not path.exists() and shipped.is_file() else path
 
-    study: str
-    """Path of a study file: from the working directory, or else from labkit's checkout (`data/studies/NAME.yaml`)."""
-    run: bool = True
-    """Make the results that are missing; else the report shows them as missing."""
-    workers: PositiveInt | None = None
-    """Cells made at once; None for as many as the machine bears."""
+
+def _existing(stated: str) -> str:
+    if not input_path(stated).is_file():
+        raise ValueError("there is no such file")
+    return stated
+
+
+InputFile = Annotated[str, AfterValidator(_existing)]
+"""The path of a file that is there; `input_path` finds it (`data/studies/NAME.yaml` from anywhere)."""
+
+
+class Parameters(Part):
+    """What one notebook can be told."""
+
+    notebook: ClassVar[str]
+    """The notebook's name: `notebooks/NAME.py`."""
 
     @classmethod
     def checked(cls, **values: Any) -> Self:
         """The parameters, if they are right.
 
         Raises:
-            InputError: an unknown or missing name, a wrong type, or no such study file.
+            InputError: an unknown or missing name, a wrong type, or no such file.
         """
         try:
-            parameters = cls.model_validate(values)
+            return cls.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"recompute_study parameters: {first_problem(cls, error)}") from None
-        if not parameters.study_path.is_file():
-            raise InputError(f"recompute_study parameters: study: no file {parameters.study!r}")
-        return parameters
-
-    @property
-    def study_path(self) -> Path:
-        """The study file, wherever the notebook runs."""
-        stated = Path(self.study).expanduser()
-        shipped = data_directory().parent / stated
-        return shipped if not stated.exists() and shipped.is_file() else stated
+            raise InputError(f"{cls.notebook} parameters: {first_problem(cls, error)}") from None
 
 
-MODELS = {"recompute_study": RecomputeStudy}
+class RecomputeStudy(Parameters):
+    """Parameters of `notebooks/recompute_study.py`."""
+
+    notebook: ClassVar[str] = "recompute_study"
+
+    study: InputFile
+    """A study file."""
+    run: bool = True
+    """Make the results that are missing; else the report shows them as missing."""
+    workers: PositiveInt | None = None
+    """Cells made at once; None for as many as the machine bears."""
+
+
+MODELS: dict[str, type[Parameters]] = {model.notebook: model for model in (RecomputeStudy,)}
 """By the name of the notebook."""

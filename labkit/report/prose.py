@@ -1,5 +1,6 @@
-"""Sentences that labkit writes from a study's frames, shown alike in JupyterLab and in a report."""
+"""Sentences, shown alike in JupyterLab and in a report; those of a study are written here from its frames."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -51,16 +52,25 @@ class Prose:
         return "\n".join(self.sentences)
 
 
-def conclusion(sentences: tuple[str, ...]) -> Prose:
-    """What to try first and why, as `labkit.study` words it."""
+def lead(sentences: Iterable[str]) -> Prose:
+    """What a reader should take away, the first sentence standing out."""
     return Prose(tuple(sentences), "lead")
+
+
+def note(sentences: Iterable[str]) -> Prose:
+    """Paragraphs beside the figures."""
+    return Prose(tuple(sentences), "note")
+
+
+def listed(sentences: Iterable[str], otherwise: str) -> Prose:
+    """Items; `otherwise` where there are none."""
+    found = tuple(sentences)
+    return Prose(found, "list") if found else note((otherwise,))
 
 
 def left_open(sentences: tuple[str, ...]) -> Prose:
     """What the control does not state, and where that leaves its estimated peak."""
-    if not sentences:
-        return Prose(("The control states every field that decides its peak.",), "note")
-    return Prose(tuple(sentences), "list")
+    return listed(sentences, "The control states every field that decides its peak.")
 
 
 def failures(cells: pl.DataFrame) -> Prose:
@@ -74,7 +84,7 @@ def failures(cells: pl.DataFrame) -> Prose:
     for row in named.iter_rows(named=True):
         alike.setdefault((row["source"], row["outcome"], _shortened(row["failure"])), []).append(row["candidate"])
     said = [f"{'; '.join(who)} ({source}) {ENDS[how]}: {why}." for (source, how, why), who in alike.items()]
-    return Prose(tuple(said), "list") if said else Prose(("No cell failed.",), "note")
+    return listed(said, "No cell failed.")
 
 
 def _shortened(text: str) -> str:

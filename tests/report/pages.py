@@ -7,9 +7,11 @@ import polars as pl
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from labkit.report import charts, prose, tables
+from labkit.report import prose
+from labkit.report.charts import study as charts
 from labkit.report.heading import Heading
 from labkit.report.html import render
+from labkit.report.tables import study as tables
 from tests.report import frames
 
 SENTENCES = (
@@ -34,7 +36,7 @@ def notebook(cells: pl.DataFrame) -> NotebookNode:
         cells=[
             new_markdown_cell("# Recompute study\n\nPeaks are of one rank; 1 GiB is $2^{30}$ bytes."),
             new_markdown_cell("## What to try first"),
-            shown(prose.conclusion(SENTENCES), "prose.conclusion(results.decided.sentences)"),
+            shown(prose.lead(SENTENCES), "prose.lead(results.decided.sentences)"),
             shown(tables.decision(frames.decision(cells)), "tables.decision(results.decision)"),
             shown(prose.failures(cells), "prose.failures(results.cells)"),
             new_markdown_cell("## The peak of each choice"),

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 import vl_convert
 
-from labkit.report import charts
+from labkit.report.charts import study as charts
 from labkit.report.figure import VEGALITE, Figure
 from labkit.report.theme import SOURCES, STACK, category_colour, category_number, text_on, vega_config
 from labkit.summary import CATEGORIES

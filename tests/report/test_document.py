@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from labkit.errors import InputError, WorkError
-from labkit.report.document import write_report
+from labkit.report.document import study_report
 from labkit.report.files import check_output
 
 STUDY = """
@@ -32,7 +32,7 @@ def test_a_study_that_was_not_run_is_reported_as_such(tmp_path: Path, monkeypatc
     output = Path("new") / "folder" / "tiny.html"
     output.with_suffix(".failed.ipynb").parent.mkdir(parents=True)
     output.with_suffix(".failed.ipynb").write_text("of an earlier run")
-    assert write_report(Path("tiny.yaml"), output) == output
+    assert study_report(Path("tiny.yaml"), output) == output
     assert sorted(path.name for path in output.parent.iterdir()) == ["tiny.executed.ipynb", "tiny.html"]
     page = output.read_text()
     assert "<title>Tiny &lt;study&gt;</title>" in page
@@ -47,15 +47,15 @@ def test_a_study_that_was_not_run_is_reported_as_such(tmp_path: Path, monkeypatc
 
 
 def test_a_study_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no file"):
-        write_report(tmp_path / "nowhere.yaml", tmp_path / "out" / "x.html")
+    with pytest.raises(InputError, match="there is no such file"):
+        study_report(tmp_path / "nowhere.yaml", tmp_path / "out" / "x.html")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_no_output(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(STUDY)
     with pytest.raises(InputError, match="is a folder; give the report a file name"):
-        write_report(tmp_path / "tiny.yaml", tmp_path)
+        study_report(tmp_path / "tiny.yaml", tmp_path)
 
 
 def test_a_failing_notebook_keeps_the_report_that_is_there(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_failing_notebook_keeps_the_report_that_is_there(tmp_path: Path) -> No
     output = tmp_path / "bad.html"
     output.write_text("of an earlier run")
     with pytest.raises(WorkError, match=r"recompute_study.py: cell 4 of \d+ \(Recompute study\): .*not valid YAML"):
-        write_report(tmp_path / "bad.yaml", output)
+        study_report(tmp_path / "bad.yaml", output)
     assert output.read_text() == "of an earlier run"
     assert (tmp_path / "bad.failed.ipynb").exists()
 

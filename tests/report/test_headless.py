@@ -108,7 +108,7 @@ def test_what_a_notebook_has_not_is_refused_before_anything_runs(source: Path, t
     with pytest.raises(InputError, match="no cell is tagged as its parameters"):
         swept(source, [{}], tmp_path / "runs")
     study = ROOT / "notebooks" / "recompute_study.py"
-    with pytest.raises(InputError, match=r"recompute_study parameters: study: no file 'nowhere\.yaml'"):
+    with pytest.raises(InputError, match=r"recompute_study parameters: study: there is no such file"):
         swept(study, [{"study": "nowhere.yaml"}], tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     (tmp_path / "p.yaml").write_text("- 3\n")

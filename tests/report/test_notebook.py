@@ -9,9 +9,9 @@ from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
 
 from labkit.errors import InputError
-from labkit.report.document import notebook_source
 from labkit.report.execute import convert
-from labkit.report.parameters import RecomputeStudy
+from labkit.report.notebooks import notebook_source
+from labkit.report.parameters import RecomputeStudy, input_path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = notebook_source("recompute_study")
@@ -44,22 +44,28 @@ def test_saving_it_from_jupyterlab_changes_nothing(tmp_path: Path) -> None:
 
 def test_its_study_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert RecomputeStudy.checked(study="data/studies/moonlight-16b.yaml").study_path.is_file()
+    assert input_path("data/studies/moonlight-16b.yaml").is_file()
     own = tmp_path / "data" / "studies" / "moonlight-16b.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("")
-    assert RecomputeStudy.checked(study="data/studies/moonlight-16b.yaml").study_path.resolve() == own
+    assert input_path("data/studies/moonlight-16b.yaml").resolve() == own
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"study": "nowhere.yaml"}, "recompute_study parameters: study: no file 'nowhere.yaml'"),
+        ({"study": "nowhere.yaml"}, "recompute_study parameters: study: there is no such file (got 'nowhere.yaml')"),
         ({}, "'study' is missing"),
         ({"study": "x", "worker": 2}, "unknown key 'worker'; did you mean 'workers'?"),
-        ({"study": "x", "workers": 0}, "workers: input should be greater than 0 (got 0)"),
-        ({"study": "x", "workers": "2"}, "workers: input should be a valid integer (got '2')"),
-        ({"study": "x", "run": "false"}, "run: input should be a valid boolean (got 'false')"),
+        ({"study": "data/studies/moonlight-16b.yaml", "workers": 0}, "workers: input should be greater than 0 (got 0)"),
+        (
+            {"study": "data/studies/moonlight-16b.yaml", "workers": "2"},
+            "workers: input should be a valid integer (got '2')",
+        ),
+        (
+            {"study": "data/studies/moonlight-16b.yaml", "run": "false"},
+            "run: input should be a valid boolean (got 'false')",
+        ),
     ],
 )
 def test_wrong_parameters_are_named(values: dict[str, object], sentence: str) -> None:

@@ -6,9 +6,10 @@ import pytest
 from great_tables import GT
 
 from labkit.drivers.contract import Outcome
-from labkit.report import prose, tables
+from labkit.report import prose
 from labkit.report.data import OUTCOMES
 from labkit.report.prose import ENDS
+from labkit.report.tables import study as tables
 from labkit.workload import Workload
 from labkit.workload.files import data_directory
 from tests.report import frames
@@ -148,7 +149,7 @@ def test_hostile_text_is_escaped(hostile: str) -> None:
         tables.contract(contract).as_raw_html(),
         tables.asked({"model": {"name": hostile}}).as_raw_html(),
         prose.failures(cells)._repr_html_(),
-        prose.conclusion((hostile,))._repr_html_(),
+        prose.lead((hostile,))._repr_html_(),
         prose.left_open((hostile,))._repr_html_(),
     ):
         assert hostile not in html

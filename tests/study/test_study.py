@@ -17,7 +17,7 @@ import yaml
 from labkit.drivers.contract import Failure, Measurement, Outcome, PhasePeak, RankRecord
 from labkit.drivers.trace.server import Limits
 from labkit.errors import InputError
-from labkit.report import tables
+from labkit.report.tables import study as tables
 from labkit.study import Study, export
 from labkit.study.drivers import KINDS, Started
 from labkit.study.status import StudyStatus

@@ -7,6 +7,7 @@ source and unit in its caption, its axis and its tooltips. Bytes become GiB (2**
 import altair as alt
 import polars as pl
 
+from labkit.report.charts.timeline import timeline
 from labkit.report.data import OUTCOMES
 from labkit.report.encodings import (
     SIDES,
@@ -23,7 +24,6 @@ from labkit.report.encodings import (
 )
 from labkit.report.figure import Figure
 from labkit.report.theme import STACK, category_colour, category_number, text_on
-from labkit.report.timeline import timeline
 from labkit.workload.gpu import GIB, MIB
 
 __all__ = ["differences", "holdings", "peaks", "timeline"]

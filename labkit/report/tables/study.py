@@ -1,10 +1,9 @@
-"""The report's tables: what to decide, how far the figures can be trusted, and how they came about.
+"""A study's tables: what to decide, how far the figures can be trusted, and how they came about.
 
-Cells hold bare numbers with a plain minus sign and their unit in the column's head, so that a table pasted into a
-spreadsheet arrives as numbers. Column heads say where a figure comes from.
+The frames they show are `labkit.study.frames`'.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -12,10 +11,9 @@ import polars as pl
 from great_tables import GT, loc, style
 
 from labkit.report.data import OUTCOMES, display_labels, relabelled
-from labkit.report.theme import FONT, PALETTES
+from labkit.report.tables.look import NONE, number, signed, table
 from labkit.workload.gpu import GIB, MIB
 
-_NONE = "–"
 _PEAKS = ("estimated", "traced", "measured", "recorded", "published")
 
 
@@ -89,18 +87,18 @@ def decision(frame: pl.DataFrame) -> GT:
     changes = [name for name in ("step_time", "replay_share") if name in shown.columns]
     first = [place for place, rank in enumerate(shown["rank"].to_list()) if rank == 1]
     return (
-        _table(shown, "decision")
+        table(shown, "decision")
         .tab_spanner("Peak on one rank, GiB", columns=peaks)
         .tab_spanner(
             f"Replay per step, {source}, lower bound",
             columns=["replay_time", "replay_share", "replay_flops", "replay_checkpoints"],
         )
-        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=peaks)
-        .fmt(_number(lambda nbytes: _signed(nbytes / GIB, 3).lstrip("+")), columns="saved")
-        .fmt(_number(lambda change: _signed(change * 100, 1)), columns=changes)
-        .fmt(_number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
-        .fmt(_number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
-        .sub_missing(missing_text=_NONE)
+        .fmt(number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=peaks)
+        .fmt(number(lambda nbytes: signed(nbytes / GIB, 3).lstrip("+")), columns="saved")
+        .fmt(number(lambda change: signed(change * 100, 1)), columns=changes)
+        .fmt(number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_time")
+        .fmt(number(lambda flops: f"{flops / 1e12:.3f}"), columns="replay_flops")
+        .sub_missing(missing_text=NONE)
         .cols_label({name: label for name, label in labels.items() if name in shown.columns})
         .cols_align("left", columns=["candidate", "fits", "verdict"])
         .cols_align("right", columns=["rank", *changes, "replay_checkpoints"])
@@ -155,15 +153,15 @@ def accuracy(cells: pl.DataFrame) -> GT:
     errors = [name for name in peaks if name.endswith("_error")]
     gib = [name for name in (*peaks, "traced_static", "traced_retained") if name not in errors]
     return (
-        _table(shown, "accuracy")
+        table(shown, "accuracy")
         .tab_spanner(f"Peak, GiB{', and its distance from others, %' if errors else ''}", columns=peaks)
         .tab_spanner("Between steps", columns=["traced_static", "static_difference"])
         .tab_spanner("Retained by forward", columns=["traced_retained", "retained_difference"])
-        .fmt(_number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)
-        .fmt(_number(lambda error: _signed(error * 100, 2)), columns=errors)
-        .fmt(_number(lambda nbytes: _signed(nbytes / MIB, 1)), columns="static_difference")
-        .fmt(_number(lambda error: _signed(error * 100, 2)), columns="retained_difference")
-        .sub_missing(missing_text=_NONE)
+        .fmt(number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=gib)
+        .fmt(number(lambda error: signed(error * 100, 2)), columns=errors)
+        .fmt(number(lambda nbytes: signed(nbytes / MIB, 1)), columns="static_difference")
+        .fmt(number(lambda error: signed(error * 100, 2)), columns="retained_difference")
+        .sub_missing(missing_text=NONE)
         .cols_label({name: _ACCURACY[name] for name in shown.columns})
         .cols_align("left", columns="candidate")
         .cols_align("right", columns=shown.columns[1:])
@@ -181,7 +179,7 @@ def asked(workload: Mapping[str, Any]) -> GT:
     stated = {part: fields for part, fields in parts.items() if fields}
     shown = pl.DataFrame({"part": list(stated), "fields": list(stated.values())})
     return (
-        _table(shown, "asked")
+        table(shown, "asked")
         .cols_label(part="Part", fields="Control")
         .tab_style(style.css("white-space: normal"), loc.body(columns="fields"))
     )
@@ -217,16 +215,16 @@ def ranks(frame: pl.DataFrame) -> GT:
     shown = _labelled(frame).select(
         "candidate",
         "source",
-        pl.col("stages").replace("", _NONE),
+        pl.col("stages").replace("", NONE),
         "rank",
         pl.col("parameters") / 10**6,
         *(pl.col(size) / GIB for size in sizes),
     )
     return (
-        _table(shown, "ranks")
-        .fmt(_number(lambda millions: f"{millions:.1f}"), columns="parameters")
-        .fmt(_number(lambda gib: f"{gib:.3f}"), columns=sizes)
-        .sub_missing(missing_text=_NONE)
+        table(shown, "ranks")
+        .fmt(number(lambda millions: f"{millions:.1f}"), columns="parameters")
+        .fmt(number(lambda gib: f"{gib:.3f}"), columns=sizes)
+        .sub_missing(missing_text=NONE)
         .cols_label(
             candidate="Recompute",
             source="Source",
@@ -266,18 +264,18 @@ def contract(frame: pl.DataFrame) -> GT:
             "source",
             "candidates",
             pl.col("outcome").replace(OUTCOMES),
-            pl.col("origin").replace("", _NONE),
+            pl.col("origin").replace("", NONE),
             pl.col("latest").str.slice(0, 16).str.replace("T", " "),
             pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),
             pl.when(pl.col("steady_iterations") > 0).then("steady_iterations").alias("steady_iterations"),
-            pl.col("versions").replace("", _NONE),
-            pl.col("environment").replace("", _NONE),
+            pl.col("versions").replace("", NONE),
+            pl.col("environment").replace("", NONE),
         )
     )
     return (
-        _table(grouped, "contract")
-        .fmt(_number(lambda seconds: f"{seconds:.1f}"), columns="seconds")
-        .sub_missing(missing_text=_NONE)
+        table(grouped, "contract")
+        .fmt(number(lambda seconds: f"{seconds:.1f}"), columns="seconds")
+        .sub_missing(missing_text=NONE)
         .cols_label(
             source="Source",
             candidates="Recompute",
@@ -306,35 +304,3 @@ def _labelled(frame: pl.DataFrame) -> pl.DataFrame:
 def _known(frame: pl.DataFrame, *names: str) -> pl.DataFrame:
     """The frame without those of the columns that say nothing: where nothing is published."""
     return frame.drop(name for name in names if frame[name].is_null().all())
-
-
-def _number[T: (int, float)](text: Callable[[T], str]) -> Callable[[T | None], str]:
-    return lambda value: _NONE if value is None else text(value)
-
-
-def _signed(value: float, decimals: int) -> str:
-    """The value with its sign, unless it rounds to zero."""
-    rounded = round(value, decimals)
-    return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
-
-
-def _table(frame: pl.DataFrame, name: str) -> GT:
-    """A calm table in the light look (a report's style sheet lays the reader's over it), with a stable id."""
-    palette = PALETTES["light"]
-    return (
-        GT(frame, id=f"labkit-{name}")
-        .opt_table_font(font=[name.strip(" '") for name in FONT.split(",")])
-        .tab_options(
-            table_font_color=palette.ink,
-            table_background_color=palette.surface,
-            table_font_size="13px",
-            table_border_top_style="hidden",
-            table_border_bottom_color=palette.line,
-            table_body_hlines_color=palette.line,
-            table_body_border_bottom_color=palette.line,
-            column_labels_border_top_style="hidden",
-            column_labels_border_bottom_color=palette.line,
-            data_row_padding="6px",
-            table_margin_left="0px",
-        )
-    )
