@@ -88,7 +88,8 @@ def run_all(
     """Run a notebook once for each of the parameters, but for those that are done.
 
     Args:
-        source: A jupytext percent script, or the name of labkit's own; its last cell calls `labkit.report.heading.finish`.
+        source: A jupytext percent script whose last cell calls `labkit.report.heading.finish`, or the name of one of
+            labkit's.
         parameters: Names and values for the cell tagged `parameters`, for each run.
         folder: Where the runs are kept.
         workers: Runs at once, each in processes of its own.
