@@ -19,6 +19,9 @@ env: .venv/stamp  ## Make .venv as requirements.lock says; nothing to do when it
 report: env  ## Run the Moonlight recompute study and render figures/moonlight-16b.html
 	@$(BIN)/labkit report $(STUDY)
 
+# Tests start labkit hundreds of times: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One file's tests stay in one process: they share what their fixtures built.
 test: env  ## Run all tests but most of the grid and the long loops of faults (PYTEST_ARGS="-k name" for some)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid and not faults" --durations 25 \

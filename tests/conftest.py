@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import labkit.report  # noqa: F401 (before a test imports nbformat: labkit/report/late.py)
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
