@@ -2,26 +2,17 @@
 
 import csv
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
 from labkit.report.theme import Mode, vega_config
 from tests.report import frames, pages
+from tests.report.browsing import Opened
 
 pytestmark = pytest.mark.browser
 
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = [
     "<script>document.title='owned'</script>",
     "\"'><img src=x onerror=document.title='owned'>",
@@ -31,68 +22,15 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def browser(chromium_path: Path) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium_path, args=QUIET)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(pages.report(frames.cells({"[moe]": ("failed", "backward: RuntimeError: no")})), encoding="utf-8")
     return path
 
 
-class Opened:
-    """A report in a page of its own, with all it said and asked for."""
-
-    def __init__(self, browser: Browser, path: Path, width: int = 1440, scheme: str = "light") -> None:
-        self.path = path
-        self.context = browser.new_context(
-            viewport={"width": width, "height": 900},
-            color_scheme=scheme,  # type: ignore[arg-type]
-            accept_downloads=True,
-        )
-        self.context.set_default_timeout(10_000)
-        self.page: Page = self.context.new_page()
-        self.said: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_selector("html[data-charts=drawn]")
-
-    def __enter__(self) -> "Opened":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.close()
-        assert self.said == []
-        assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.path.as_uri()]
-
-    def overflow(self) -> int:
-        """Pixels by which the page is wider than its window."""
-        wider: int = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        return wider
-
-    def words(self, figure: str) -> list[str]:
-        """The texts drawn in a chart."""
-        return self.page.locator(f"#{figure} .lk-chart svg text").all_text_contents()
-
-    def tooltip(self) -> str:
-        """What the tooltip says, once it is there."""
-        tooltip = self.page.locator("#vg-tooltip-element.visible")
-        tooltip.wait_for()
-        return tooltip.inner_text()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_everything_is_drawn_and_nothing_overflows(browser: Browser, report: Path, width: int, scheme: str) -> None:
+def test_everything_is_drawn_and_nothing_overflows(browser: Browser, report: Path, width: int, scheme: Mode) -> None:
     with Opened(browser, report, width, scheme) as opened:
         page = opened.page
         assert page.locator(".lk-chart svg").count() == 4

@@ -12,10 +12,9 @@ function save(name, url) {
   link.remove();
 }
 
-async function draw(figure) {
+async function draw(figure, mode) {
   const holder = figure.querySelector(".lk-chart");
   const spec = JSON.parse(figure.querySelector("script").textContent);
-  const mode = dark.matches ? "dark" : "light";
   const look = themes[mode];
   const columns = holder.clientWidth < 480 ? 1 : look.legend.columns;
   if (figure.view) figure.view.finalize();
@@ -58,15 +57,19 @@ async function handOut(figure, kind) {
 
 const figures = [...document.querySelectorAll(".lk-figure")];
 async function drawAll() {
+  const root = document.documentElement.dataset;
+  const mode = dark.matches ? "dark" : "light";
+  delete root.charts;
   for (const figure of figures) {
     try {
-      await draw(figure);
+      await draw(figure, mode);
     } catch (error) {
       figure.querySelector(".lk-chart").textContent = `This chart could not be drawn: ${error.message}`;
       console.error(error);
     }
   }
-  document.documentElement.dataset.charts = "drawn";
+  root.charts = "drawn";
+  root.mode = mode;
 }
 
 for (const figure of figures) {
