@@ -1,6 +1,7 @@
 """`diagnose`: files of one run, together, as one diagnosis."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.diagnose.beside import beside
@@ -13,7 +14,20 @@ from labkit.diagnose.launches import resolve
 from labkit.diagnose.snapshots import comparison
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A diagnosis with the run that it is about."""
+
+    diagnosis: Diagnosis
+    case: Case
+
+
 def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu: str | None = None) -> Diagnosis:
+    """As `examine`, which says what is read and raised; the diagnosis alone."""
+    return examine(paths, world_size=world_size, gpu=gpu).diagnosis
+
+
+def examine(paths: Sequence[Path | None], *, world_size: int | None = None, gpu: str | None = None) -> Examined:
     """Read files of one run, of any kinds, and say what happened; None among them is standard input.
 
     `world_size` and `gpu` stand before what launch arguments say.
@@ -40,12 +54,13 @@ def diagnose(paths: Sequence[Path | None], *, world_size: int | None = None, gpu
     found = findings(case, own)
     if case.why_no_estimate:
         notes.append(f"no estimate: {case.why_no_estimate}")
-    return Diagnosis(
+    diagnosis = Diagnosis(
         files=tuple(FileRead(source=each.source, kind=each.kind) for each in readings),
         findings=tuple(found),
         details=tuple(details),
         notes=tuple(notes),
     )
+    return Examined(diagnosis, case)
 
 
 def _beyond(facts: Facts, world_size: int) -> set[int]:

@@ -7,6 +7,7 @@ import polars as pl
 
 from labkit.report.data import clean, display_labels, relabelled
 from labkit.report.theme import SOURCES, category_colour, category_number
+from labkit.workload.gpu import GIB, MIB
 
 _WIDTH: Final = 680
 _ROW: Final = 17
@@ -79,6 +80,11 @@ def category_colour_scale(present: list[str]) -> alt.Color:
 def literal(value: object) -> str:
     """A Vega expression literal of labkit's own names (never of a user's text)."""
     return repr(value)
+
+
+def unit_of(largest_bytes: int) -> tuple[str, int]:
+    """The unit in which a chart of so many bytes reads well: its name, and its bytes."""
+    return ("GiB", GIB) if largest_bytes >= GIB else ("MiB", MIB)
 
 
 def rows_height(rows: pl.DataFrame) -> int:

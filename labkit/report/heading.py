@@ -1,6 +1,7 @@
 """What stands above a report; written by a notebook's last cell, which is how its runner knows it got there."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,12 @@ class Heading(Part):
     description: str = ""
     facts: Many[Fact] = ()
     """What was run, by what, when."""
+
+    @classmethod
+    def of_facts(cls, title: str, description: str, facts: Mapping[str, str]) -> Self:
+        """The heading of a report of what `facts` names."""
+        named = tuple(Fact(name=name, value=value) for name, value in facts.items())
+        return cls(title=title, description=" ".join(description.split()), facts=named)
 
     @classmethod
     def of_study(cls, title: str, description: str, state: str, contract: pl.DataFrame) -> Self:

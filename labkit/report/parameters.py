@@ -7,10 +7,10 @@ data, as a YAML file has it.
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, PositiveInt, ValidationError
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError
 
 from labkit.errors import InputError
-from labkit.workload.base import Part
+from labkit.workload.base import Many, Part
 from labkit.workload.files import data_directory
 from labkit.workload.workload import first_problem
 
@@ -64,5 +64,18 @@ class RecomputeStudy(Parameters):
     """Cells made at once; None for as many as the machine bears."""
 
 
-MODELS: dict[str, type[Parameters]] = {model.notebook: model for model in (RecomputeStudy,)}
+class Diagnosis(Parameters):
+    """Parameters of `notebooks/diagnosis.py`."""
+
+    notebook: ClassVar[str] = "diagnosis"
+
+    files: Annotated[Many[InputFile], Field(min_length=1)]
+    """Files of one run, in any mix: logs, out-of-memory messages, memory snapshots, launch arguments, a workload."""
+    world_size: PositiveInt | None = None
+    """Ranks, where launch arguments do not say them."""
+    gpu: str | None = None
+    """The GPU, where no file says it (`h100-80gb`)."""
+
+
+MODELS: dict[str, type[Parameters]] = {model.notebook: model for model in (Diagnosis, RecomputeStudy)}
 """By the name of the notebook."""

@@ -52,6 +52,30 @@ SOURCES: dict[str, Look] = {
 }
 """Where a figure comes from, in the order charts and tables show it."""
 
+MEMORY_PARTS = {
+    "allocated": "#0072b2",
+    "reserved, not allocated": "#56b4e9",
+    "outside PyTorch": "#e69f00",
+    "other processes": "#d55e00",
+    "free": "#d3d8dd",
+}
+"""Whose a GPU's memory is when a request fails, in the order and by the numbers of their places."""
+
+
+class Stroke(NamedTuple):
+    """How a line is drawn."""
+
+    colour: str
+    dash: tuple[int, ...]
+
+
+SERIES: dict[str, Stroke] = {
+    "allocated": Stroke("#0072b2", (1, 0)),
+    "reserved": Stroke("#8b929b", (5, 3)),
+    "awaiting": Stroke("#d55e00", (1, 3)),
+}
+"""What an allocator counts: in tensors, taken from the device, freed but perhaps still used by another stream."""
+
 PUBLISHED_TOTAL = "published total"
 """The one category of a published figure: nobody published what holds it."""
 

@@ -1,4 +1,6 @@
-"""Write `examples/`: `python -m tests.diagnose.make_examples`. What Megatron-LM and PyTorch print, by themselves.
+"""Write `examples/` and `data/examples/`: `python -m tests.diagnose.make_examples`.
+
+What Megatron-LM and PyTorch print, by themselves.
 
 Arguments go through Megatron's parser and validator, and the block, steps, memory and footprints are those of its own
 `validate_args`, `training_log`, `report_memory` and `report_theoretical_memory`, with the figures of a story: NVIDIA's
@@ -6,6 +8,7 @@ published study of Moonlight 16B (`data/published`). Tables are `torch.cuda.memo
 """
 
 import contextlib
+import gzip
 import io
 import os
 from pathlib import Path
@@ -21,6 +24,8 @@ from labkit.importers.silent import SILENT
 from labkit.workload.gpu import GPUS
 
 EXAMPLES = Path(__file__).with_name("examples")
+RECORDED = Path(__file__).parents[1] / "pytorch_allocator" / "step.pickle.gz"
+SHIPPED = Path(__file__).parents[2] / "data" / "examples"
 MOONLIGHT = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264
 --num-attention-heads 16 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1
 --global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8
@@ -38,6 +43,35 @@ MOONLIGHT = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 27 --hid
 --no-create-attention-mask-in-dataloader --recompute-granularity selective --recompute-modules moe_act core_attn
 --qk-layernorm --fp8-recipe tensorwise --moe-shared-expert-overlap --moe-router-pre-softmax --cross-entropy-loss-fusion
 --train-iters 20 --lr 1e-4 --log-interval 1 --log-throughput"""
+LONG = MOONLIGHT.replace(
+    "--seq-length 4096 --max-position-embeddings 4096", "--seq-length 18432 --max-position-embeddings 18432"
+).replace("--recompute-modules moe_act core_attn", "--recompute-modules core_attn")
+"""Sequences of 18,432 tokens with the one label that does nothing."""
+LONG_PEAK_BYTES = 77_300_000_000
+STORY = """labkit's example of a run that died. The block of arguments, the steps and the reports of memory are printed
+by Megatron Core's own functions; the figures, the traceback and the message below them are made up: no such run was
+measured.
+"""
+FAILURE = """\
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/workspace/pretrain_gpt.py", line 309, in <module>
+[rank3]:     pretrain(
+[rank3]:   File "/workspace/megatron/training/training.py", line 1512, in train_step
+[rank3]:     losses_reduced = forward_backward_func(
+[rank3]:   File "/workspace/megatron/core/pipeline_parallel/schedules.py", line 623, in forward_backward_no_pipelining
+[rank3]:     output_tensor, num_tokens = forward_step(
+[rank3]:   File "/workspace/megatron/core/transformer/transformer_layer.py", line 702, in forward
+[rank3]:     output = self._forward_mlp(hidden_states, kwargs.get("inference_context", None))
+[rank3]:   File "/workspace/megatron/core/transformer/moe/moe_layer.py", line 371, in forward
+[rank3]:     output, mlp_bias = custom_forward(hidden_states)
+[rank3]:   File "/workspace/megatron/core/transformer/moe/experts.py", line 866, in forward
+[rank3]:     intermediate_parallel = self.bias_act_func(intermediate_parallel, bias_parallel, permuted_probs)
+[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.27 GiB. GPU 3 has a total capacity of \
+79.10 GiB of which 1.01 GiB is free. Including non-PyTorch memory, this process has 78.09 GiB memory in use. Of the \
+allocated memory 75.81 GiB is allocated by PyTorch, and 861.18 MiB is reserved by PyTorch but unallocated. If reserved \
+but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See \
+documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)
+"""
 NVIDIA_PEAK_BYTES = 35_941_000_000
 """`moe_act`, after iteration 2 (`data/published/moonlight-16b.yaml`)."""
 
@@ -56,12 +90,15 @@ def arguments(text: str) -> tuple[Any, str]:
     return namespace, printed.getvalue()
 
 
-def steps(namespace: Any, count: int, peaks: dict[int, int], ranks: tuple[int, ...] = (0,)) -> str:
-    """Lines of `training_log`, with `report_memory` of each rank where there is a peak."""
+def steps(
+    namespace: Any, count: int, peaks: dict[int, int], ranks: tuple[int, ...] = (0,), typical: float = 0.46626
+) -> str:
+    """Lines of `training_log`, the first step slow, with `report_memory` of each rank where there is a peak."""
     from megatron.training import training
     from megatron.training.utils import common_utils
 
-    timers = mock.Mock(return_value=mock.Mock(elapsed=mock.Mock(return_value=0.46626)))
+    seconds = (typical * (1 + (4 if step == 0 else 0.01 * (step * 7 % 5))) for step in range(count))
+    timers = mock.Mock(return_value=mock.Mock(elapsed=mock.Mock(side_effect=lambda **_: next(seconds))))
     nothing = {name: mock.Mock(return_value=None) for name in ("get_tensorboard_writer", "get_wandb_writer")}
     nothing |= {name: mock.Mock(return_value=None) for name in ("get_one_logger", "get_energy_monitor")}
     nothing |= {"get_loaded_iteration": mock.Mock(return_value=0), "one_logger_utils": mock.Mock()}
@@ -134,7 +171,12 @@ def main() -> None:
         namespace, block = arguments(MOONLIGHT)
         namespace.padded_vocab_size = 163840
         log = steps(namespace, 5, {1: NVIDIA_PEAK_BYTES - 2**30, 2: NVIDIA_PEAK_BYTES}, ranks=(0, 1))
+        failing, long = arguments(LONG)
+        failing.padded_vocab_size = 163840
+        died = steps(failing, 12, {2: LONG_PEAK_BYTES}, ranks=tuple(range(8)), typical=1.873)
     (EXAMPLES / "moonlight.log").write_text(block + log)
+    (SHIPPED / "moonlight-oom.log").write_text(STORY + long + died + FAILURE)
+    (SHIPPED / "step.pickle").write_bytes(gzip.decompress(RECORDED.read_bytes()))
     full = {"num_ooms": 1, "num_alloc_retries": 3, "allocated_bytes.all.freed": 8945 * 2**30}
     for name, current, peak in (("allocated", 55, 57), ("requested", 54, 56), ("reserved", 77, 78)):
         full |= {f"{name}_bytes.all.current": current * 2**30, f"{name}_bytes.all.peak": peak * 2**30}

@@ -27,11 +27,14 @@ def signed(value: float, decimals: int) -> str:
     return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
 
 
-def table(frame: pl.DataFrame, name: str) -> GT:
-    """A calm table in the light look (a report's style sheet lays the reader's over it), with a stable id."""
+def table(frame: pl.DataFrame, name: str, groupname_col: str | None = None) -> GT:
+    """A calm table in the light look (a report's style sheet lays the reader's over it), with a stable id.
+
+    Rows that are equal in `groupname_col` stand below that value.
+    """
     palette = PALETTES["light"]
     return (
-        GT(frame, id=f"labkit-{name}")
+        GT(frame, id=f"labkit-{name}", groupname_col=groupname_col)
         .opt_table_font(font=[name.strip(" '") for name in FONT.split(",")])
         .tab_options(
             table_font_color=palette.ink,
