@@ -16,8 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+_PACKAGE = Path(__file__).resolve().parent
 _YOUNG_SECONDS = 60.0
 """A temporary folder younger than this may not be locked yet."""
+
+
+def shipped_directory(name: str) -> Path:
+    """What ships with labkit, `data` or `notebooks`: beside the package in a checkout, inside it once installed."""
+    installed = _PACKAGE / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def read_regular(path: Path, maximum_bytes: int) -> bytes:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "plan": TABLE | {"memory", "plan"},
     "admission": TABLE | {"memory", "plan", "diagnose", "admission"},
     "check": GROUND | {"study"},
+    "starters": TABLE | {"console", "memory", "drivers", "study", "plan", "starters"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "workbench": TABLE
     | {
@@ -46,7 +47,20 @@ MAY_IMPORT = {
     },
     "report": TABLE | {"console", "report"},
     "cli": TABLE
-    | {"console", "memory", "drivers", "importers", "study", "plan", "admission", "check", "diagnose", "report", "cli"},
+    | {
+        "console",
+        "memory",
+        "drivers",
+        "importers",
+        "study",
+        "plan",
+        "admission",
+        "check",
+        "starters",
+        "diagnose",
+        "report",
+        "cli",
+    },
     "__main__": {"cli"},
     "__init__": TABLE | {"memory", "drivers", "study"},
 }

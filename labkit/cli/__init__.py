@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import TyperException
 
 import labkit
-from labkit.cli import imports, profiles, studies, workloads
+from labkit.cli import imports, new, profiles, studies, workloads
 from labkit.cli.output import warn
 from labkit.errors import InputError, LabkitError
 
@@ -64,6 +64,7 @@ for _command in (
 app.add_typer(studies.study_app, name="study")
 app.add_typer(profiles.profile_app, name="profile")
 app.add_typer(imports.import_app, name="import")
+app.add_typer(new.new_app, name="new")
 
 
 @app.command()

@@ -157,7 +157,7 @@ class Advice(Part):
         candidates = {option.label: option.recompute for option in chosen if option.label != self.control.label}
         stated = self.workload.model_dump(mode="json", exclude_unset=True)
         return {
-            "name": f"{_file_name(self.workload.model.name)}-plan",
+            "name": f"{file_name(self.workload.model.name)}-plan",
             "title": f"Recompute choices for {self.workload.model.name}, proposed by labkit plan",
             "base": {name: part for name, part in stated.items() if name != "recompute"},
             "control": {"recompute": _plain(self.control.recompute)},
@@ -247,6 +247,7 @@ def _plain(recompute: Recompute) -> dict[str, Any]:
     return recompute.model_dump(mode="json")
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
+    """A name as studies and files may have it."""
     kept = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in name)
     return kept[:50].lstrip("._-") or "workload"

@@ -44,14 +44,19 @@ class StudyFile(Part):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
     """Names the folder of its results and its report."""
     title: str = Field(min_length=1, max_length=500)
+    """Heads its report."""
     description: str = ""
+    """Stands under the report's title."""
     base: Any
     """A workload mapping, the path of a workload file (from the study file), or a name in `data/workloads`."""
     control: dict[str, Any]
+    """What every candidate is compared with: fields of a workload, laid over the base."""
     candidates: list[dict[str, Any]] = Field(max_length=1000)
+    """The choices, each laid over the base; what differs from the control in one choice alone is matched."""
     sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     """Dotted fields (or whole parts) of a workload with their values: a setting for each combination."""
     drivers: Many[CellDriver] = ("trace",)
+    """What makes the results: trace needs no GPU, cuda measures on this machine's."""
     repetitions: PositiveInt = Field(default=1, le=1000)
     """Cells of each candidate by a driver whose figures vary; a trace's do not."""
     published: str | None = None
@@ -59,6 +64,7 @@ class StudyFile(Part):
     recorded: Many[str] = ()
     """Paths of measurements that `labkit import log` made (from the study file), each of one of its workloads."""
     target: Target | None = None
+    """What the peak has to stay below; left out, the memory of the control's GPU."""
     slurm: Slurm = Slurm()
     """What `labkit study submit` asks a cluster for."""
 

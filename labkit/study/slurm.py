@@ -43,14 +43,18 @@ class Slurm(Part):
     partition: _Name | None = None
     account: _Name | None = None
     qos: _Name | None = None
+    """Quality of service."""
     constraint: _Name | None = None
+    """Features of nodes, as `sbatch --constraint` takes them."""
     time: PositiveInt = 60
     """Minutes that a job may take; what it has not made by then, the next submission makes."""
     nodes: PositiveInt = 1
     """Of each job."""
     gpus_per_node: NonNegativeInt = 0
+    """None for traces."""
     cpus_per_task: PositiveInt | None = None
     mem_gb: PositiveInt | None = None
+    """Host memory of a node."""
     jobs: PositiveInt = Field(default=1, le=10_000)
     """Of the array, at most: no more than there are cells to make."""
 

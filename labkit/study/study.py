@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import labkit
 from labkit.drivers.contract import CellKey
 from labkit.errors import InputError
 from labkit.study.drivers import KINDS, Started
@@ -13,6 +14,7 @@ from labkit.study.results import CandidateResult, CellResult, Results
 from labkit.study.runner import Cell, Driver, Event, run_cells
 from labkit.study.status import CellStatus, Refusal, StudyStatus, examine
 from labkit.study.store import DamagedCellError, Store, Stored, work
+from labkit.workload.files import study_file
 
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import Trace
@@ -27,7 +29,8 @@ class Study:
     >>> study.results().decision  # doctest: +SKIP
 
     Results lie in `results/NAME` beside the folder `studies` that holds the study file (`data/results/moonlight-16b`
-    for `data/studies/moonlight-16b.yaml`), or beside the file itself if its folder has another name.
+    for `data/studies/moonlight-16b.yaml`), or beside the file itself if its folder has another name. Those of a study
+    that ships inside an installed labkit lie in `results/NAME` of the working directory.
     """
 
     def __init__(self, matrix: Matrix, path: Path, store: Store) -> None:
@@ -40,13 +43,13 @@ class Study:
         """Read a study file; nothing is run or written.
 
         Args:
-            path: The study file.
+            path: The study file; the name of one in `data/studies` will do.
             store: The folder of its results; by default as the class says.
 
         Raises:
             InputError: the file describes no study that can run (one sentence: what, where, what would work).
         """
-        path = Path(path)
+        path = study_file(Path(path))
         matrix = Matrix.load(path)
         return cls(matrix, path, Store(Path(store) if store is not None else _default_store(path, matrix.name)))
 
@@ -288,5 +291,7 @@ def _traced(stored: Stored) -> "Trace | None":
 
 def _default_store(path: Path, name: str) -> Path:
     folder = path.resolve().parent
+    if folder.is_relative_to(Path(labkit.__file__).parent):
+        return Path("results") / name
     home = folder.parent if folder.name == "studies" else folder
     return home / "results" / name

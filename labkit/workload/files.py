@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from labkit.errors import InputError, nearest
-from labkit.files import read_regular
+from labkit.files import read_regular, shipped_directory
 
 _MAXIMUM_BYTES = 2**20
 """Many times what a routing histogram for every layer takes."""
@@ -19,14 +19,12 @@ _LONGEST_INTEGER = 100
 _NOT_DECIMAL = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9]+)+)")
 """What YAML 1.1 reads as octal (`0100`) or in base 60 (`1:30`), and nobody means."""
 _NULL = "tag:yaml.org,2002:null"
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @cache
 def data_directory() -> Path:
-    """`data/` beside the package in a checkout, inside it in an installed wheel."""
-    installed = _PACKAGE / "data"
-    return installed if installed.is_dir() else _PACKAGE.parent / "data"
+    """Models, workloads, studies and published figures that ship with labkit."""
+    return shipped_directory("data")
 
 
 class _UniqueKeyLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]
@@ -149,16 +147,36 @@ def workload_file(path: Path) -> Path:
     Raises:
         InputError: a name that is neither.
     """
-    name = str(path)
-    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != name:
+    shown = str(path)[:80]
+    if not _is_path(path) and (data_directory() / "models" / f"{shown}.yaml").is_file():
+        raise InputError(f"{shown}: this is a model; `labkit new workload {shown}` writes a workload of it")
+    return _file_or_shipped(path, "workload")
+
+
+def study_file(path: Path) -> Path:
+    """The path of a study; of a name that is no file, that of a study that ships with labkit.
+
+    Raises:
+        InputError: a name that is neither.
+    """
+    return _file_or_shipped(path, "study")
+
+
+_FOLDERS = {"workload": "workloads", "study": "studies"}
+
+
+def _is_path(path: Path) -> bool:
+    return path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(path)
+
+
+def _file_or_shipped(path: Path, kind: str) -> Path:
+    if _is_path(path):
         return path
-    known = {each.stem: each for each in (data_directory() / "workloads").glob("*.yaml")}
-    if name in known:
-        return known[name]
-    shown = name[:80]
-    if (data_directory() / "models" / f"{shown}.yaml").is_file():
-        raise InputError(f"{shown}: this is a model; write a workload file with `model: {shown}` (docs/workload.md)")
-    raise InputError(f"{shown}: there is no such file, and no such workload in data/workloads{nearest(shown, known)}")
+    shown, folder = str(path)[:80], _FOLDERS[kind]
+    known = {each.stem: each for each in (data_directory() / folder).glob("*.yaml")}
+    if str(path) in known:
+        return known[str(path)]
+    raise InputError(f"{shown}: there is no such file, and no such {kind} in data/{folder}{nearest(shown, known)}")
 
 
 def is_study(mapping: Mapping[str, Any]) -> bool:
