@@ -218,7 +218,7 @@ def test_control_characters_do_not_reach_the_terminal(labkit: Command, tmp_path:
     [
         (("estimate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("estimate", "moonlite-16b"), "no such workload in data/workloads; did you mean 'moonlight-16b'?"),
-        (("trace", "qwen3-8b"), "qwen3-8b: this is a model; write a workload file with `model: qwen3-8b`"),
+        (("trace", "qwen3-8b"), "qwen3-8b: this is a model; `labkit new workload qwen3-8b` writes a workload of it"),
         (("estimate",), "Missing argument 'WORKLOAD.yaml'"),
         (("estimat", "x"), "No such command 'estimat'"),
         (("study",), "Missing command"),

@@ -5,19 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import labkit
 from labkit.errors import InputError, nearest
+from labkit.files import shipped_directory
 from labkit.report.execute import convert
 from labkit.report.parameters import MODELS
 from labkit.workload.workload import content_hash
 
-_PACKAGE = Path(labkit.__file__).resolve().parent
-
 
 def notebook_folder() -> Path:
-    """`notebooks/` inside an installed wheel, or beside the package in a checkout."""
-    installed = _PACKAGE / "notebooks"
-    return installed if installed.is_dir() else _PACKAGE.parent / "notebooks"
+    """The notebooks that ship with labkit."""
+    return shipped_directory("notebooks")
 
 
 def notebook_source(name: str) -> Path:
