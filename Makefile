@@ -13,7 +13,7 @@ help:  ## List the targets
 
 env: .venv/stamp  ## Make .venv as requirements.lock says; nothing to do when it is (PYTHON=... names another Python)
 
-.venv/stamp: requirements.lock pyproject.toml scripts/make_env.sh scripts/jupyterlab_overrides.json
+.venv/stamp: requirements.lock pyproject.toml scripts/make_env.sh
 	@sh scripts/make_env.sh
 
 report: env  ## Run the Moonlight recompute study and render figures/moonlight-16b.html
@@ -50,8 +50,7 @@ jobs: env  ## Trace Megatron-LM's own CI jobs and compare with their measured pe
 	@$(BIN)/python benchmarks/accuracy_megatron_ci.py $(JOBS_ARGS)
 
 lab: env  ## Open the notebooks in JupyterLab (LAB_ARGS=--no-browser over ssh)
-	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" \
-	    --LabApp.default_url=/lab/tree/notebooks/recompute_study.py $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	@$(BIN)/labkit lab $(LAB_ARGS)
 
 lint: env  ## Check format, lint and types
 	@$(BIN)/ruff format --check $(CODE)

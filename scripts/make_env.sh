@@ -36,9 +36,4 @@ fi
 
 # Hatchling is in the lock: the build needs no isolation, so no network.
 "$venv/bin/python" -m pip install --quiet --no-input --no-deps --no-build-isolation --editable .
-
-# JupyterLab opens .py notebooks as notebooks. Set here, not in the user's own settings.
-settings=$venv/share/jupyter/lab/settings
-mkdir -p "$settings"
-cp scripts/jupyterlab_overrides.json "$settings/overrides.json"
 touch "$venv/stamp"

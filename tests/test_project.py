@@ -117,6 +117,8 @@ def test_the_wheel_holds_labkit_and_its_data_only(wheel: Path) -> None:
     assert {parts[0].split("-")[0] for parts in paths} == {"labkit"}
     assert ("labkit", "data", "models", "moonlight-16b-a3b.yaml") in paths
     assert ("labkit", "notebooks", "recompute_study.py") in paths
+    assert ("labkit", "cli", "jupyterlab_overrides.json") in paths
+    assert ("labkit", "cli", "shells", "labkit.bash") in paths
     assert not [parts for parts in paths if parts[1:3] == ("data", "results")]
 
 

@@ -9,15 +9,17 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
+from typer.main import get_group
 
 import labkit
-from labkit.cli import imports, new, profiles, studies, workloads
-from labkit.cli.output import warn
+from labkit.cli import completion, imports, lab, new, profiles, studies, workloads
+from labkit.cli.help import CAUSES, MACHINE, MANY, ONE, START, Commands, examples
+from labkit.cli.output import say, warn
 from labkit.errors import InputError, LabkitError
 
 _INTERRUPTED = 130
@@ -25,64 +27,124 @@ _INTERRUPTED = 130
 
 
 app = typer.Typer(
+    cls=Commands,
     help="What one rank of a Megatron Core job holds in GPU memory, and what to recompute.",
-    add_completion=False,
+    epilog=examples(
+        "labkit estimate moonlight-16b",
+        "labkit new study moonlight-16b -o study.yaml",
+        "labkit report study.yaml",
+        "labkit plan --help  # every command has examples",
+    ),
+    add_completion=False,  # typer's scripts evaluate what they read, names of files too
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print labkit's version.")] = False,
+    install_completion: Annotated[
+        bool, typer.Option("--install-completion", help="Let a shell complete commands, names and files.")
+    ] = False,
+    show_completion: Annotated[
+        bool, typer.Option("--show-completion", help="Print what does that, to put it where you like.")
+    ] = False,
+    shell: Annotated[
+        completion.Shell | None, typer.Option("--shell", help="Which shell.", show_default="the login shell")
+    ] = None,
+) -> None:
+    """What one rank of a Megatron Core job holds in GPU memory, and what to recompute."""
+    if version:
         typer.echo(labkit.__version__)
+    elif show_completion:
+        say(completion.script(shell or completion.shell_of_user()).rstrip("\n"))
+    elif install_completion:
+        place, then = completion.install(shell or completion.shell_of_user())
+        say(place)
+        warn(f"new shells complete labkit{f'; {then}' if then else ''}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    if version or show_completion or install_completion:
         raise typer.Exit
 
 
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print labkit's version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """What one rank of a Megatron Core job holds in GPU memory, and what to recompute."""
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    (START, lab.lab, examples("labkit lab", "labkit lab ~/studies --no-browser --port 9000")),
+    (
+        ONE,
+        workloads.estimate,
+        examples("labkit estimate moonlight-16b", "labkit estimate workload.yaml --stage 0 --json"),
+    ),
+    (
+        ONE,
+        workloads.plan,
+        examples("labkit plan moonlight-16b --budget 40GB", "labkit plan workload.yaml --settings -o study.yaml"),
+    ),
+    (ONE, workloads.trace, examples("labkit trace moonlight-16b", "labkit trace workload.yaml --ranges --workers 4")),
+    (ONE, workloads.compare, examples("labkit compare moonlight-16b", "labkit compare workload.yaml --stage 0 --all")),
+    (ONE, workloads.check, examples("labkit check moonlight-16b", "labkit check workload.yaml study.yaml --json")),
+    (
+        ONE,
+        workloads.admit,
+        examples(
+            "labkit admit qwen3.8-27b-lora requests.json --budget 120GB",
+            "echo '[8192, 4096, 512]' | labkit admit qwen3.8-27b-lora -",
+        ),
+    ),
+    (
+        MANY,
+        studies.report,
+        examples("labkit report study.yaml", "labkit report recompute_study -p mine.yaml -o mine.html"),
+    ),
+    (MANY, studies.notebook, examples("labkit notebook recompute_study -p runs.yaml -o runs --workers 2")),
+    (
+        CAUSES,
+        workloads.measure,
+        examples("labkit measure workload.yaml", "labkit measure workload.yaml --repetitions 3 --snapshots snapshots"),
+    ),
+    (
+        CAUSES,
+        workloads.diagnose,
+        examples("labkit diagnose train.log", "labkit diagnose rank0.log snapshot.pickle pretrain.sh --gpu h100-80gb"),
+    ),
+    (MACHINE, workloads.doctor, examples("labkit doctor", "labkit doctor --json")),
+)
+_GROUPS = (
+    (START, "new", new.new_app, "labkit new study --help"),
+    (START, "import", imports.import_app, "labkit import huggingface --help"),
+    (MANY, "study", studies.study_app, "labkit study run --help"),
+    (CAUSES, "profile", profiles.profile_app, "labkit profile add --help"),
+)
+for _panel, _name, _group, _example in _GROUPS:
+    app.add_typer(_group, name=_name, rich_help_panel=_panel, epilog=examples(f"{_example}  # has examples"))
+for _panel, _command, _examples in _COMMANDS:
+    _settings = {"ignore_unknown_options": _command is lab.lab}  # jupyter's own options pass
+    app.command(rich_help_panel=_panel, epilog=_examples, context_settings=_settings)(_command)
 
 
-for _command in (
-    workloads.estimate,
-    workloads.check,
-    workloads.trace,
-    workloads.plan,
-    workloads.diagnose,
-    workloads.admit,
-    workloads.measure,
-    workloads.compare,
-    studies.report,
-    studies.notebook,
-    workloads.doctor,
-):
-    app.command()(_command)
-app.add_typer(studies.study_app, name="study")
-app.add_typer(profiles.profile_app, name="profile")
-app.add_typer(imports.import_app, name="import")
-app.add_typer(new.new_app, name="new")
-
-
-@app.command()
+@app.command(rich_help_panel=MACHINE, epilog=examples("labkit version"))
 def version() -> None:
     """Print labkit's version."""
-    _print_version(True)
+    typer.echo(labkit.__version__)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments) or ["--help"]))
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _run(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal's encoding lacks
+    line = os.environ.get(completion.LINE)
     try:
+        if line is not None:
+            typer.echo("\n".join(completion.answer(get_group(app), line)))
+            return 0
         code = app(arguments, prog_name="labkit", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:

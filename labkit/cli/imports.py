@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from labkit.cli.help import Commands, examples
 from labkit.cli.options import GpuOption, ImportOutputOption, WorldSizeOption, path_of
 from labkit.cli.output import check_output, say, warn
 from labkit.errors import InputError
@@ -12,10 +13,16 @@ from labkit.errors import InputError
 if TYPE_CHECKING:
     from labkit.importers.imported import Imported
 
-import_app = typer.Typer(help="Make workloads of what others have.")
+import_app = typer.Typer(cls=Commands, help="Make workloads of what others have.")
 
 
-@import_app.command("megatron-args")
+@import_app.command(
+    "megatron-args",
+    epilog=examples(
+        "labkit import megatron-args pretrain.sh -o workload.yaml",
+        "labkit import megatron-args pretrain.sh --world-size 64 --gpu h200-141gb",
+    ),
+)
 def import_megatron_args(
     file: Annotated[
         str,
@@ -36,7 +43,13 @@ def import_megatron_args(
     _write_imported(imported, output)
 
 
-@import_app.command("huggingface")
+@import_app.command(
+    "huggingface",
+    epilog=examples(
+        "labkit import huggingface config.json --tp 2 --ep 8 -o workload.yaml",
+        "labkit import huggingface config.json --model-only -o model.yaml",
+    ),
+)
 def import_huggingface(
     file: Annotated[str, typer.Argument(metavar="CONFIG.json|-", show_default=False, help="A model's config.json.")],
     *,
@@ -79,7 +92,13 @@ def import_huggingface(
     _write_imported(imported, output, model_only=model_only)
 
 
-@import_app.command("bridge")
+@import_app.command(
+    "bridge",
+    epilog=examples(
+        "labkit import bridge run_config.yaml -o workload.yaml",
+        "labkit import bridge overrides.yaml --config config.json --world-size 16",
+    ),
+)
 def import_bridge(
     file: Annotated[
         str,
@@ -106,7 +125,13 @@ def import_bridge(
     _write_imported(imported, output)
 
 
-@import_app.command("log")
+@import_app.command(
+    "log",
+    epilog=examples(
+        "labkit import log train.log -o measured.yaml",
+        "labkit import log rank*.log -o measured.yaml --workload workload.yaml",
+    ),
+)
 def import_log(
     logs: Annotated[
         list[Path],

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from labkit.cli.completion import model_names, workload_names
+from labkit.cli.help import Commands, examples
 from labkit.cli.options import path_of
 from labkit.cli.output import check_output, say, warn
 from labkit.errors import InputError
 
-new_app = typer.Typer(help="Write commented starter files, valid as they stand.")
+new_app = typer.Typer(cls=Commands, help="Write commented starter files, valid as they stand.")
 
 _WORKLOAD, _MODEL = "moonlight-16b", "moonlight-16b-a3b"
 
@@ -26,9 +28,15 @@ OutputOption = Annotated[
 ]
 
 
-@new_app.command("study")
+@new_app.command(
+    "study",
+    epilog=examples(
+        "labkit new study nemotron-3-nano",
+        "labkit new study workload.yaml -o studies/mine.yaml",
+    ),
+)
 def new_study(
-    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml")] = Path(_WORKLOAD),
+    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml", autocompletion=workload_names)] = Path(_WORKLOAD),
     output: OutputOption = None,
 ) -> None:
     """Write a study of a workload: the candidates that labkit plan proposes for it, and every option explained."""
@@ -45,9 +53,15 @@ def new_study(
     _write(text, path, "labkit study run")
 
 
-@new_app.command("workload")
+@new_app.command(
+    "workload",
+    epilog=examples(
+        "labkit new workload qwen3-30b-a3b",
+        "labkit new workload qwen3-8b -o workload.yaml",
+    ),
+)
 def new_workload(
-    model: Annotated[str, typer.Argument(metavar="MODEL|MODEL.yaml")] = _MODEL,
+    model: Annotated[str, typer.Argument(metavar="MODEL|MODEL.yaml", autocompletion=model_names)] = _MODEL,
     output: OutputOption = None,
 ) -> None:
     """Write a workload of a model, on the fewest GPUs that hold it, with every common option explained."""

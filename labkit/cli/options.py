@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from labkit.cli.completion import candidate_labels, gpu_names, study_names, workload_names
+
 if TYPE_CHECKING:
     from labkit.drivers.trace.server import Limits
 
@@ -40,10 +42,26 @@ def limits_of(seconds: int, gib: int) -> "Limits":
     return Limits(seconds, gib * GIB)
 
 
-WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD.yaml", show_default=False)]
+WorkloadArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="WORKLOAD.yaml",
+        show_default=False,
+        help="A file, or the name of one in data/workloads.",
+        autocompletion=workload_names,
+    ),
+]
 
 
-StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", show_default=False)]
+StudyArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="STUDY.yaml",
+        show_default=False,
+        help="A file, or the name of one in data/studies.",
+        autocompletion=study_names,
+    ),
+]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -73,7 +91,13 @@ WorkersOption = Annotated[
 
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="LABEL", parser=named, help="Only this candidate or setting; may be repeated."),
+    typer.Option(
+        "--only",
+        metavar="LABEL",
+        parser=named,
+        help="Only this candidate or setting; may be repeated.",
+        autocompletion=candidate_labels,
+    ),
 ]
 
 
@@ -108,4 +132,9 @@ WorldSizeOption = Annotated[
 ]
 
 
-GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.")]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", metavar="NAME", help="Such as h100-80gb or a100-80gb.", autocompletion=gpu_names, show_default=False
+    ),
+]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from labkit.cli.help import Commands, examples
 from labkit.cli.options import ProfilesOption, StoreOption, StudyArgument, WorkloadArgument, source_of
 from labkit.cli.output import say
 from labkit.cli.studies import open_study
@@ -11,14 +12,20 @@ from labkit.cli.studies import open_study
 if TYPE_CHECKING:
     from labkit.memory.profiles import Observation, Profiles
 
-profile_app = typer.Typer(help="Keep measured peaks: they may raise an estimate, never lower it.")
+profile_app = typer.Typer(cls=Commands, help="Keep measured peaks: they may raise an estimate, never lower it.")
 
 
 _MOST_MEASURED_BYTES = 2**40
 """More than any GPU has."""
 
 
-@profile_app.command("add")
+@profile_app.command(
+    "add",
+    epilog=examples(
+        "labkit profile add workload.yaml --profiles profiles \\",
+        "    --peak-allocated-bytes 61203283968 --source 'node 7, 2026-11-30'",
+    ),
+)
 def profile_add(
     workload: WorkloadArgument,
     profiles: ProfilesOption,
@@ -46,7 +53,7 @@ def profile_add(
     _learn(Profiles(profiles), observation)
 
 
-@profile_app.command("learn")
+@profile_app.command("learn", epilog=examples("labkit profile learn moonlight-16b --profiles profiles"))
 def profile_learn(study: StudyArgument, profiles: ProfilesOption, store: StoreOption = None) -> None:
     """Keep every peak that a study has traced, and those published beside it."""
     from labkit.memory.profiles import Profiles

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from labkit.cli.completion import notebook_names, report_names, study_names
+from labkit.cli.help import Commands, examples
 from labkit.cli.options import (
     DriverOption,
     JsonOption,
@@ -23,10 +25,16 @@ from labkit.errors import InputError
 if TYPE_CHECKING:
     from labkit.study import Study
 
-study_app = typer.Typer(help="Run matched studies, and see where they stand.")
+study_app = typer.Typer(cls=Commands, help="Run matched studies, and see where they stand.")
 
 
-@study_app.command("run")
+@study_app.command(
+    "run",
+    epilog=examples(
+        "labkit study run moonlight-16b",
+        "labkit study run study.yaml --only '[moe_act]' --workers 4",
+    ),
+)
 def study_run(
     study: StudyArgument,
     *,
@@ -51,7 +59,13 @@ def study_run(
         raise typer.Exit(1)
 
 
-@study_app.command("submit")
+@study_app.command(
+    "submit",
+    epilog=examples(
+        "labkit study submit study.yaml --jobs 8 --wait",
+        "labkit study submit study.yaml --local --jobs 2  # without Slurm",
+    ),
+)
 def study_submit(
     study: StudyArgument,
     *,
@@ -88,15 +102,27 @@ def study_submit(
         raise typer.Exit(1)
 
 
-@study_app.command("status")
+@study_app.command(
+    "status",
+    epilog=examples(
+        "labkit study status moonlight-16b",
+        "labkit study status study.yaml --json",
+    ),
+)
 def study_status(study: StudyArgument, store: StoreOption = None, json: JsonOption = False) -> None:
     """Say which results of a study are done, missing, damaged or made by other versions."""
     show(open_study(study, store).status(), json)
 
 
-@study_app.command("export")
+@study_app.command(
+    "export",
+    epilog=examples(
+        "labkit study export moonlight-16b -o moonlight.parquet",
+        "labkit study export results/mine -o mine.parquet",
+    ),
+)
 def study_export(
-    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml|DIR", show_default=False)],
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml|DIR", show_default=False, autocompletion=study_names)],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.parquet", parser=path_of, help="Where the frame goes.")
     ],
@@ -114,7 +140,9 @@ def study_export(
 
 
 def report(
-    source: Annotated[Path, typer.Argument(metavar="STUDY.yaml|NOTEBOOK", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(metavar="STUDY.yaml|NOTEBOOK", show_default=False, autocompletion=report_names)
+    ],
     *,
     parameters: Annotated[
         Path | None,
@@ -178,7 +206,7 @@ def _report_notebook(notebook: Path, parameters: Path | None, output: Path | Non
 
 
 def notebook(
-    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK", show_default=False, autocompletion=notebook_names)],
     *,
     parameters: Annotated[
         Path,

@@ -91,7 +91,7 @@ def _measure() -> Ability:
 
 def _notebooks() -> Ability:
     missing = [name for name in ("jupyterlab", "papermill", "altair") if installed_version(name) == "not installed"]
-    detail = f"{', '.join(missing)} not installed; make env brings them" if missing else "make lab opens JupyterLab"
+    detail = f"{', '.join(missing)} not installed; make env brings them" if missing else "labkit lab opens JupyterLab"
     return Ability(name="notebooks and reports", possible=not missing, detail=detail)
 
 

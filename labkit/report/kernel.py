@@ -10,13 +10,19 @@ import labkit
 KERNEL = "labkit"
 
 
-def kernel_environment(folder: Path) -> dict[str, str]:
-    """Write the kernel's description into `folder` and return an environment in which Jupyter finds it first."""
-    home = folder / "kernels" / KERNEL
+def kernel_environment(folder: Path, name: str = KERNEL, shown: str = KERNEL) -> dict[str, str]:
+    """Write the kernel's description into `folder` and return an environment in which Jupyter finds it first.
+
+    Args:
+        folder: Made if it is not there.
+        name: What notebooks ask for.
+        shown: What Jupyter calls it; notebooks keep that too, and count as changed under another.
+    """
+    home = folder / "kernels" / name
     home.mkdir(parents=True)
     description = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": "labkit",
+        "display_name": shown,
         "language": "python",
         "metadata": {"supported_encryption": "curve"},
     }
