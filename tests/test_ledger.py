@@ -1,6 +1,6 @@
 """A peak is a query over the ledger: checked against counting every moment."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.ledger import Ledger, Moment, Row, rounded
@@ -30,6 +30,7 @@ def alive(found: list[Row], clock: int) -> int:
     return sum(each.bytes for each in found if each.born <= clock and (each.dies is None or each.dies > clock))
 
 
+@settings(deadline=None)
 @given(rows())
 def test_phase_peaks_are_the_largest_live_sums(found: list[Row]) -> None:
     ledger = Ledger(found, MOMENTS)
@@ -40,6 +41,7 @@ def test_phase_peaks_are_the_largest_live_sums(found: list[Row]) -> None:
     assert ledger.peak(blocks=True).bytes == 2 * ledger.peak(blocks=False).bytes
 
 
+@settings(deadline=None)
 @given(rows())
 def test_a_phase_that_comes_back_has_one_peak(found: list[Row]) -> None:
     alternating = (*MOMENTS, Moment(23, 1, "forward"), Moment(26, 1, "backward"), Moment(28, 1, "grad_sync"))
@@ -55,6 +57,7 @@ def test_a_phase_that_comes_back_has_one_peak(found: list[Row]) -> None:
     assert (ledger.end(1, "forward"), ledger.end(1, "backward"), ledger.end(1, "grad_sync")) == (26, 28, None)
 
 
+@settings(deadline=None)
 @given(rows())
 def test_at_the_peak_the_live_rows_sum_to_it(found: list[Row]) -> None:
     ledger = Ledger(found, MOMENTS)
@@ -66,6 +69,7 @@ def test_at_the_peak_the_live_rows_sum_to_it(found: list[Row]) -> None:
         assert peak.clock in {moment.clock for moment in MOMENTS}
 
 
+@settings(deadline=None)
 @given(rows())
 def test_frame_round_trips(found: list[Row]) -> None:
     ledger = Ledger(found, MOMENTS)

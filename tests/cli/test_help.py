@@ -5,7 +5,8 @@ import shlex
 from collections.abc import Callable, Iterator
 
 import pytest
-from typer.core import TyperCommand, TyperGroup
+from typer._click import Command
+from typer.core import TyperGroup
 from typer.exceptions import Exit
 from typer.main import get_group
 
@@ -15,7 +16,7 @@ from labkit.cli.help import first_clause
 COMMANDS = get_group(app)
 
 
-def every(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TyperCommand | TyperGroup]]:
+def every(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
     """Every command with the words that name it, groups too."""
     yield path, group
     for name, command in group.commands.items():
@@ -51,7 +52,7 @@ def test_help_fits_80_columns_and_shows_one_to_four_examples(
 @pytest.mark.parametrize("path", EVERY, ids=" ".join)
 def test_examples_parse(path: tuple[str, ...]) -> None:
     for words in examples(path):
-        command: TyperCommand | TyperGroup = COMMANDS
+        command: Command = COMMANDS
         rest = words[1:]
         while isinstance(command, TyperGroup):
             command, rest = command.commands[rest[0]], rest[1:]

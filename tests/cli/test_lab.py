@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
@@ -112,7 +112,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def test_it_serves_the_folder_with_labkits_settings_and_kernel(lab: Lab) -> None:
-    def served(path: str) -> dict:
+    def served(path: str) -> Any:
         request = urllib.request.Request(f"{lab.address}{path}", headers={"Authorization": f"token {TOKEN}"})  # noqa: S310
         with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
             return json.load(answer)
