@@ -112,11 +112,20 @@ tables.ranks(results.ranks)
 
 # %% [markdown]
 # ## How the figures came about
+#
+# Contract fields are what a run on GPUs that passed records; a trace computes no loss and no time, and who publishes a
+# peak seldom says the rest.
 
 # %%
 tables.contract(results.contract)
 
 # %%
 finish(
-    Heading.of_study(question.matrix.title, question.matrix.description, question.status().sentence, results.contract)
+    Heading.of_study(
+        question.matrix.title,
+        question.matrix.description,
+        question.status().sentence,
+        results.contract,
+        question.matrix.control.workload,
+    )
 )

@@ -5,7 +5,6 @@ only after optimizer initialisation and the steady steps; a failure records the 
 peaks are never compared with passing ones.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -40,7 +39,7 @@ DriverName = Literal["trace", "cuda", "recorded", "published"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """Bytes or elements: what fits a column of a frame."""
 
-_VERSIONS_ON_GPUS = ("labkit", "cuda driver", "torch", "megatron-core", "CUDA", "NVIDIA driver")
+_VERSIONS_ON_GPUS = ("labkit", "torch", "megatron-core", "CUDA", "NVIDIA driver")
 _ENVIRONMENT_ON_GPUS = ("device", "allocator", "routing")
 _PHASES_ON_GPUS = frozenset({"forward", "backward", "optimizer"})
 
@@ -168,14 +167,15 @@ class Measurement(Part):
             raise ValueError("a measurement that passed has no failure, and one that did not says why")
         if self.outcome == "ok" and not self.ranks:
             raise ValueError("a measurement that passed says what a rank held")
-        lacking = list(self._lacking()) if self.outcome == "ok" and self.driver == "cuda" else []
+        lacking = self.lacking if self.outcome == "ok" and self.driver == "cuda" else ()
         if lacking:
             raise ValueError(f"a measurement on GPUs that passed also has {', '.join(lacking)}")
         return self
 
-    def _lacking(self) -> Iterator[str]:
-        """What a run on GPUs can say and this one does not."""
-        stated = {
+    @property
+    def contract(self) -> dict[str, bool]:
+        """What a run on GPUs that passed records, and whether this measurement has it."""
+        return {
             "step_time_ms": self.step_time_ms is not None,
             "tflops_per_gpu": self.tflops_per_gpu is not None,
             "step_times_ms": bool(self.step_times_ms),
@@ -183,11 +183,17 @@ class Measurement(Part):
             "gradient_norms": bool(self.gradient_norms),
             "a steady iteration": self.steady_iterations > 0,
             "every rank": [each.rank for each in self.ranks] == list(range(self.workload.parallelism.world_size)),
+            "versions.driver": f"{self.driver} driver" in self.versions,
             **{f"versions.{name}": name in self.versions for name in _VERSIONS_ON_GPUS},
             **{f"environment.{name}": name in self.environment for name in _ENVIRONMENT_ON_GPUS},
-            "each phase of a steady step, allocated and reserved, of each rank": all(map(_is_complete, self.ranks)),
+            "allocated and reserved bytes of each phase of a steady step of each rank": bool(self.ranks)
+            and all(map(_is_complete, self.ranks)),
         }
-        yield from (name for name, is_stated in stated.items() if not is_stated)
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Of `contract`, what this measurement has not."""
+        return tuple(name for name, is_stated in self.contract.items() if not is_stated)
 
     @property
     def worst_rank(self) -> RankRecord | None:

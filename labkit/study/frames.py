@@ -94,7 +94,12 @@ CONTRACT = {
     "steady_iterations": pl.Int64,
     "versions": pl.String,
     "environment": pl.String,
+    "contract_recorded": pl.Int64,
+    "contract_fields": pl.Int64,
+    "contract_lacking": pl.String,
 }
+"""`contract_...`: of the fields that a run on GPUs records (`labkit.drivers.contract`), how many are there, how many
+there are, and the names of those that are not."""
 
 
 def cells(results: "Results") -> pl.DataFrame:
@@ -387,6 +392,9 @@ def contract(results: "Results") -> pl.DataFrame:
                     measurement.steady_iterations,
                     _listed(measurement.versions),
                     _listed(measurement.environment),
+                    len(measurement.contract) - len(measurement.lacking),
+                    len(measurement.contract),
+                    ", ".join(measurement.lacking),
                 )
             )
     return pl.DataFrame(rows, schema=CONTRACT, orient="row")

@@ -187,6 +187,9 @@ def contract() -> pl.DataFrame:
         "steady_iterations": 1,
         "versions": "labkit 0.1.0, megatron-core 0.19.2, transformer-engine 2.20.2, torch 2.14.1",
         "environment": "allocator default, routing balanced",
+        "contract_recorded": 9,
+        "contract_fields": 17,
+        "contract_lacking": "step_time_ms, losses",
     }
     published = traced | {
         "source": "published",
@@ -196,6 +199,8 @@ def contract() -> pl.DataFrame:
         "steady_iterations": 10,
         "versions": "",
         "environment": "",
+        "contract_recorded": 2,
+        "contract_lacking": "step_times_ms",
     }
     return pl.DataFrame(
         [{"candidate": candidate, **figures} for figures in (traced, published) for candidate in PUBLISHED],

@@ -226,6 +226,15 @@ def test_contract_names_the_origin_of_measured_figures(results: Results) -> None
     assert row(contract, "[moe]", "traced")["outcome"] == "failed"
 
 
+def test_contract_counts_what_each_figure_was_recorded_with(results: Results) -> None:
+    for one in results.contract.iter_rows(named=True):
+        assert one["contract_fields"] == 17
+        assert one["contract_recorded"] == 17 - len(one["contract_lacking"].split(", "))
+    traced = row(results.contract, "[]", "traced")["contract_lacking"]
+    assert traced.startswith("step_time_ms, tflops_per_gpu, step_times_ms, losses, gradient_norms")
+    assert "versions.labkit" not in traced
+
+
 def test_decision_puts_the_figures_side_by_side(results: Results) -> None:
     decision = results.decision
     assert decision["candidate"].to_list() == ["[]", "[moe_act]", "[moe]"]

@@ -246,9 +246,10 @@ def contract(frame: pl.DataFrame) -> GT:
 
     Args:
         frame: a study's `contract` frame: candidate, source, outcome, origin, created_at, wall_seconds,
-            steady_iterations, versions, environment.
+            steady_iterations, versions, environment, contract_recorded, contract_fields, contract_lacking.
     """
     same = ["source", "outcome", "origin", "steady_iterations", "versions", "environment"]
+    same += ["contract_recorded", "contract_fields", "contract_lacking"]
     grouped = (
         _labelled(frame)
         .group_by(same, maintain_order=True)
@@ -270,6 +271,8 @@ def contract(frame: pl.DataFrame) -> GT:
             pl.when(pl.col("steady_iterations") > 0).then("steady_iterations").alias("steady_iterations"),
             pl.col("versions").replace("", NONE),
             pl.col("environment").replace("", NONE),
+            pl.format("{} of {}", "contract_recorded", "contract_fields").alias("recorded"),
+            pl.col("contract_lacking").replace("", NONE).alias("lacking"),
         )
     )
     return (
@@ -286,13 +289,15 @@ def contract(frame: pl.DataFrame) -> GT:
             steady_iterations="Steady steps",
             versions="Versions",
             environment="Environment",
+            recorded="Contract fields",
+            lacking="Without",
         )
-        .cols_align("left", columns=["source", "candidates", "outcome", "origin", "latest", "versions", "environment"])
+        .cols_align("left", columns=[name for name in grouped.columns if name not in ("seconds", "steady_iterations")])
         .cols_align("right", columns=["seconds", "steady_iterations"])
-        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "latest"]))
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "latest", "recorded"]))
         .tab_style(
             style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"),
-            loc.body(columns=["candidates", "origin", "versions", "environment"]),
+            loc.body(columns=["candidates", "origin", "versions", "environment", "lacking"]),
         )
     )
 
