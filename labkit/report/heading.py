@@ -130,7 +130,7 @@ def _completeness(contract: pl.DataFrame) -> str:
             continue
         recorded = sorted(rows["contract_recorded"].to_list())
         low, high = recorded[0], recorded[-1]
-        said.append(f"{source} {low if low == high else f'{low} to {high}'} of {rows['contract_fields'].max()}")
+        said.append(f"{source} {low if low == high else f'{low} to {high}'} of {rows['contract_fields'][0]}")
     return f"{'; '.join(said)} (a run on GPUs records all)" if said else ""
 
 

@@ -230,7 +230,7 @@ def test_contract_counts_what_each_figure_was_recorded_with(results: Results) ->
     for one in results.contract.iter_rows(named=True):
         assert one["contract_fields"] == 17
         assert one["contract_recorded"] == 17 - len(one["contract_lacking"].split(", "))
-    traced = row(results.contract, "[]", "traced")["contract_lacking"]
+    traced = str(row(results.contract, "[]", "traced")["contract_lacking"])
     assert traced.startswith("step_time_ms, tflops_per_gpu, step_times_ms, losses, gradient_norms")
     assert "versions.labkit" not in traced
 
