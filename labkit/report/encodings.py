@@ -1,12 +1,13 @@
 """What a study's charts share: rows, axes, scales and legends, so that they read and merge alike."""
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import altair as alt
 import polars as pl
 
 from labkit.report.data import clean, display_labels, relabelled
-from labkit.report.theme import SOURCES, category_colour, category_number
+from labkit.report.theme import LOOKS, SOURCES, category_colour, category_number
 from labkit.workload.gpu import GIB, MIB
 
 _WIDTH: Final = 680
@@ -59,6 +60,56 @@ def source_shape(rows: pl.DataFrame) -> alt.Shape:
     """A source by shape; merges with `source_colour` into one legend."""
     scale = alt.Scale(domain=_sources(rows), range=[SOURCES[name].shape for name in _sources(rows)])
     return alt.Shape("source:N", title="source", scale=scale, legend=alt.Legend(orient="top", title=None))
+
+
+def named_offset(field: str, names: Sequence[str]) -> alt.YOffset:
+    """Inside a chart's row, one line for each name, in this order."""
+    return alt.YOffset(f"{field}:N", sort=list(names), scale=alt.Scale(domain=list(names)))
+
+
+def named_colour(field: str, names: Sequence[str]) -> alt.Color:
+    """Names that are no sources by colour; merges with `named_shape` into one legend."""
+    return alt.Color(f"{field}:N", title=None, scale=_looks(names, "colour"), legend=_NAMES)
+
+
+def named_shape(field: str, names: Sequence[str]) -> alt.Shape:
+    """The same by shape."""
+    return alt.Shape(f"{field}:N", title=None, scale=_looks(names, "shape"), legend=_NAMES)
+
+
+_NAMES: Final = alt.Legend(orient="top", title=None, labelLimit=330, offset=30)
+"""Above the names of guides."""
+
+
+def _looks(names: Sequence[str], part: Literal["colour", "shape"]) -> alt.Scale:
+    return alt.Scale(
+        domain=list(names), range=[getattr(LOOKS[place % len(LOOKS)], part) for place in range(len(names))]
+    )
+
+
+def guides(values: pl.DataFrame, field: str, label: str) -> list[alt.Chart]:
+    """Rules at values of the horizontal axis that are no data, each named at its upper end, each in a line of its own.
+
+    Args:
+        values: a row for each rule.
+        field: its column of places, of the chart's own horizontal field.
+        label: its column of names.
+    """
+    most = values[field].max()
+    placed = values.with_columns(
+        pl.int_range(pl.len()).alias("place"), (pl.col(field) * 2 > most).alias("right") if most else pl.lit(False)
+    )
+    base = alt.Chart(rows_data(placed))
+    rule: alt.Chart = base.mark_rule(style="guide", strokeDash=[4, 3], opacity=0.6).encode(x=alt.X(f"{field}:Q"))
+    lines = {"expr": f"-3 - 12 * ({values.height - 1} - datum.place)"}
+    names: list[alt.Chart] = [
+        base.transform_filter(f"datum.right === {right}")
+        .mark_text(style="note", align=align, baseline="bottom", dx=shift / 4, dy=lines)
+        .encode(x=alt.X(f"{field}:Q"), y=alt.value(0), text=f"{label}:N")
+        .properties(name=f"note_guides_{align}")
+        for right, (align, shift) in zip(("false", "true"), SIDES, strict=True)
+    ]
+    return [rule, *names]
 
 
 def category_colour_scale(present: list[str]) -> alt.Color:

@@ -7,12 +7,13 @@ data, as a YAML file has it.
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from labkit.errors import InputError
+from labkit.errors import InputError, nearest
 from labkit.workload.base import Many, Part
-from labkit.workload.files import data_directory
-from labkit.workload.workload import first_problem
+from labkit.workload.files import data_directory, workload_file
+from labkit.workload.gpu import GPUS
+from labkit.workload.workload import Workload, first_problem
 
 
 def input_path(stated: str) -> Path:
@@ -30,6 +31,30 @@ def _existing(stated: str) -> str:
 
 InputFile = Annotated[str, AfterValidator(_existing)]
 """The path of a file that is there; `input_path` finds it (`data/studies/NAME.yaml` from anywhere)."""
+
+
+def _runnable(stated: str) -> str:
+    Workload.load(workload_path(stated))
+    return stated
+
+
+def workload_path(stated: str) -> Path:
+    """The file of a workload that a notebook is told: a path (`input_path`), or the name of one that ships."""
+    return workload_file(input_path(stated))
+
+
+WorkloadFile = Annotated[str, AfterValidator(_runnable)]
+"""The path of a workload that can run, or the name of one in `data/workloads`; `workload_path` finds it."""
+
+
+def _gpu(name: str) -> str:
+    if name not in GPUS:
+        raise ValueError(f"no such GPU{nearest(name[:80], GPUS)}")
+    return name
+
+
+GpuName = Annotated[str, AfterValidator(_gpu)]
+"""One of `labkit.workload.gpu.GPUS`."""
 
 
 class Parameters(Part):
@@ -77,5 +102,32 @@ class Diagnosis(Parameters):
     """The GPU, where no file says it (`h100-80gb`)."""
 
 
-MODELS: dict[str, type[Parameters]] = {model.notebook: model for model in (Diagnosis, RecomputeStudy)}
+_BOTH_HOPPERS = ("h100-80gb", "h200-141gb")
+
+
+class ExpertRouting(Parameters):
+    """Parameters of `notebooks/expert_routing.py`."""
+
+    notebook: ClassVar[str] = "expert_routing"
+
+    workload: WorkloadFile = "moonlight-16b"
+    """A workload file, or the name of one that ships with labkit."""
+    histograms: InputFile | None = None
+    """Rows of each expert in each MoE layer, as somebody counted them (YAML, JSON or CSV); None: examples."""
+    concentrated: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Of all rows, what the busiest rank gets where routing is concentrated."""
+    seed: NonNegativeInt = 1
+    """Of the examples."""
+    gpus: Annotated[Many[GpuName], Field(min_length=1)] = _BOTH_HOPPERS
+    """Whose memory to fit into."""
+
+
+MODELS: dict[str, type[Parameters]] = {
+    model.notebook: model
+    for model in (
+        Diagnosis,
+        ExpertRouting,
+        RecomputeStudy,
+    )
+}
 """By the name of the notebook."""

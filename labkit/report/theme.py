@@ -76,6 +76,21 @@ SERIES: dict[str, Stroke] = {
 }
 """What an allocator counts: in tensors, taken from the device, freed but perhaps still used by another stream."""
 
+LOOKS = (
+    Look("#009e73", "circle"),
+    Look("#e69f00", "diamond"),
+    Look("#0072b2", "triangle-up"),
+    Look("#56b4e9", "triangle-down"),
+    Look("#cc79a7", "cross"),
+    Look("#d55e00", "square"),
+    Look("#5d3a9b", "triangle-right"),
+    Look("#8b929b", "triangle-left"),
+)
+"""How things that are no sources are told apart, in the order a chart names them; more of them begin anew."""
+
+DIVERGING = ("#56b4e9", "#f5f7f9", "#e69f00")
+"""Below, at and above a middle; black is legible on all of it."""
+
 PUBLISHED_TOTAL = "published total"
 """The one category of a published figure: nobody published what holds it."""
 
@@ -164,6 +179,8 @@ def vega_config(mode: Mode) -> dict[str, Any]:
             "segment": {"stroke": palette.surface, "strokeWidth": 0.7},
             "guide": {"color": palette.ink, "strokeWidth": 1},
             "marker": {"color": palette.ink},
+            "band": {"color": palette.ink, "opacity": 0.06},
+            "load": {"color": palette.accent},
         },
     }
 

@@ -1,4 +1,4 @@
-"""The notebook's source: what it takes, and that it is kept plain."""
+"""The notebooks' sources: what they take, and that they are kept plain."""
 
 import shutil
 from pathlib import Path
@@ -10,35 +10,44 @@ from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_c
 
 from labkit.errors import InputError
 from labkit.report.execute import convert
-from labkit.report.notebooks import notebook_source
-from labkit.report.parameters import RecomputeStudy, input_path
+from labkit.report.notebooks import notebook_folder, notebook_source
+from labkit.report.parameters import MODELS, RecomputeStudy, input_path
 
 ROOT = Path(__file__).parents[2]
-SOURCE = notebook_source("recompute_study")
 
 
-def test_its_parameters_are_those_it_checks_with_the_same_defaults() -> None:
-    (cell,) = [cell for cell in convert(SOURCE).cells if "parameters" in cell.metadata.get("tags", ())]
+def test_every_notebook_has_a_model() -> None:
+    assert sorted(MODELS) == sorted(path.stem for path in notebook_folder().glob("*.py"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_parameters_are_those_it_checks_with_the_same_defaults(name: str) -> None:
+    (cell,) = [cell for cell in convert(notebook_source(name)).cells if "parameters" in cell.metadata.get("tags", ())]
     stated: dict[str, object] = {}
     exec(cell.source, stated)  # noqa: S102 (our own source)
     stated.pop("__builtins__")
-    defaults = {name: field.default for name, field in RecomputeStudy.model_fields.items() if name != "study"}
-    assert stated == {"study": "data/studies/moonlight-16b.yaml", **defaults}
+    model = MODELS[name]
+    assert stated.keys() == model.model_fields.keys()
+    defaults = {each: field.default for each, field in model.model_fields.items() if not field.is_required()}
+    assert model.checked(**stated).model_dump(include=set(defaults)) == defaults
 
 
-def test_it_is_a_valid_notebook() -> None:
-    nbformat.validate(convert(SOURCE))
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_a_valid_notebook(name: str) -> None:
+    nbformat.validate(convert(notebook_source(name)))
 
 
-def test_saving_it_from_jupyterlab_changes_nothing(tmp_path: Path) -> None:
-    for original in (SOURCE, ROOT / "jupytext.toml"):
+@pytest.mark.parametrize("name", MODELS)
+def test_saving_it_from_jupyterlab_changes_nothing(name: str, tmp_path: Path) -> None:
+    source = notebook_source(name)
+    for original in (source, ROOT / "jupytext.toml"):
         shutil.copy(original, tmp_path)
     # What JupyterLab's server reads and writes files with when jupytext is installed.
     manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(tmp_path))
-    opened = manager.get(SOURCE.name, type="notebook", content=True)
+    opened = manager.get(source.name, type="notebook", content=True)
     opened["content"]["metadata"]["language_info"] = {"name": "python", "version": "3.12.1"}
-    manager.save(opened, SOURCE.name)
-    assert (tmp_path / SOURCE.name).read_text() == SOURCE.read_text()
+    manager.save(opened, source.name)
+    assert (tmp_path / source.name).read_text() == source.read_text()
     assert opened["content"]["metadata"]["kernelspec"]["name"] == "python3"
 
 
