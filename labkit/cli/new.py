@@ -1,6 +1,7 @@
 """`labkit new`."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -100,4 +101,5 @@ def _write(text: str, path: Path | None, command: str) -> None:
         return
     write_atomically(path, text)
     say(path)
-    warn(f"{path}: edit it, then: labkit check {path}; {command} {path}")
+    file = shlex.quote(str(path))
+    warn(f"{path}: edit it, then: labkit check {file}; {command} {file}")

@@ -4,6 +4,7 @@ What is said of a key is what `StudyFile` and `Slurm` say of theirs. A line that
 the study with it holds to every rule.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class _Starter:
     def __init__(self, workload: Workload, base: str, path: Path) -> None:
         self._workload, self._path = workload, path
         self._advice = advise(workload)
+        self._known = frozenset(workload.findings)
         self._said = documented(StudyFile)
         proposed = self._advice.study()
         chosen = [Recompute.model_validate(each["recompute"]) for each in proposed["candidates"]]
@@ -97,7 +99,7 @@ class _Starter:
         yield from self._slurm()
 
     def _head(self) -> Iterator[str]:
-        file = self._path.name
+        file = shlex.quote(self._path.name)
         yield from comment(
             f"A study of {self._workload.model.name}: which recompute choice? One control, and candidates that differ "
             "from it in one choice alone. Valid as it stands; change what you like, then"
@@ -202,9 +204,9 @@ class _Starter:
             yield each
 
     def _holds(self, changes: Mapping[str, Any]) -> bool:
-        """Whether the study with other keys breaks no rule."""
+        """Whether the study with other keys breaks no rule that the workload does not break."""
         try:
-            return not any(each.findings for each in self._workloads(changes))
+            return all(self._known.issuperset(each.findings) for each in self._workloads(changes))
         except InputError:
             return False
 

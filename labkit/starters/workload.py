@@ -4,6 +4,7 @@ What is said of a field is what the models of a workload say of it. A line that 
 the workload with it holds to every rule.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -89,7 +90,7 @@ class _Starter:
         yield from self._routing()
 
     def _head(self) -> Iterator[str]:
-        file, ranks = self._path.name, self._mapping["parallelism"]["world_size"]
+        file, ranks = shlex.quote(self._path.name), self._mapping["parallelism"]["world_size"]
         yield from comment(
             f"A workload of {self._model['name']}: what one training step runs, on {ranks} x {GPUS[self._gpu].name}, "
             f"where it has an estimated peak of {gib(self._peak_bytes)}. Valid as it stands; change what you like, then"

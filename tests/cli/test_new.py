@@ -15,7 +15,17 @@ from labkit.workload import Workload
 from labkit.workload.files import data_directory
 
 WORKLOADS = sorted(path.stem for path in (data_directory() / "workloads").glob("*.yaml"))
-MODELS = sorted(path.stem for path in (data_directory() / "models").glob("*.yaml"))
+MODELS = (
+    "deepseek-v2-lite",
+    "gpt-oss-120b",
+    "kimi-k2",
+    "llama-3.1-8b",
+    "nemotron-3-nano-30b-a3b",
+    "nemotron-h-8b",
+    "qwen3-235b-a22b",
+    "qwen3.5-2b",
+)
+"""One of each kind of layers, from 1 to 2048 ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +81,7 @@ def test_every_key_of_a_study_and_of_slurm_is_in_it_with_what_its_model_says(stu
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_workload_of_every_shipped_model_is_valid_and_fits(name: str, tmp_path: Path) -> None:
+def test_a_workload_of_a_shipped_model_is_valid_and_fits(name: str, tmp_path: Path) -> None:
     path = tmp_path / "workload.yaml"
     path.write_text(workload_starter(name, name, path))
     workload = Workload.load(path)
@@ -144,3 +154,19 @@ def test_hostile_text_stays_in_its_comment_and_its_value() -> None:
     assert "\x1b" not in "".join(comment(hostile))
     assert len(inline({"title": hostile}).splitlines()) == 1
     assert yaml.safe_load(inline({"title": hostile})) == {"title": hostile}
+
+
+def test_hostile_names_and_a_workload_with_warnings_make_a_study_that_is_read(tmp_path: Path) -> None:
+    mapping = yaml.safe_load((data_directory() / "workloads/gpt-local.yaml").read_text())
+    mapping["model"]["name"] = "<script>alert(1)</script> \u202e \"'\nbase: x " + "z" * 100
+    mapping["recompute"] = {"recompute_granularity": None, "recompute_modules": ["core_attn"]}
+    workload_path, path = tmp_path / "$(touch x).yaml", tmp_path / "a 'study.yaml"
+    workload_path.write_text(yaml.safe_dump(mapping))
+    workload = Workload.load(workload_path)
+    assert [each.severity for each in workload.findings] == ["warning"]
+    path.write_text(study_starter(workload, f"./{workload_path.name}", path))
+    text = path.read_text()
+    assert Matrix.load(path).control.workload.model.name == mapping["model"]["name"]
+    assert text.count(MARK) > 12, "what the workload breaks already is no reason to leave an option out"
+    assert text.replace("\n", "").isprintable()
+    assert """- labkit check 'a '"'"'study.yaml':""" in text, "as a shell takes it"
