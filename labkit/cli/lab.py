@@ -23,7 +23,7 @@ def lab(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FOLDER] [JUPYTER-OPTION...]",
+            metavar="FOLDER|OPTION",
             show_default="this folder",
             help="Where to work; further options, such as --ServerApp.password=..., go to jupyter lab as they are.",
         ),

@@ -25,7 +25,7 @@ MODELS = (
     "qwen3-235b-a22b",
     "qwen3.5-2b",
 )
-"""One of each kind of layers, from 1 to 2048 ranks."""
+"""One of each kind of layers, from 1 to 1024 ranks."""
 
 
 @pytest.fixture(scope="module")
