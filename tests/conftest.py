@@ -1,12 +1,14 @@
-"""What several test folders share: the browser that opens reports."""
+"""What several test folders share: the browser that opens reports, the server that traces."""
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import labkit.report  # noqa: F401 (before a test imports nbformat: labkit/report/late.py)
+from labkit.drivers.trace.server import TraceServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -24,3 +26,10 @@ def chromium_path() -> Path:
             pytest.fail(missing)
         pytest.skip(missing)
     return Path(found)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TraceServer]:
+    """One for all traces of a process of tests: its imports take seconds."""
+    with TraceServer() as running:
+        yield running

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import import_module
+from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_args, validate_args
 
 from labkit.drivers.options import check_values, groups, refused, refusing
@@ -94,15 +95,18 @@ def parse(find: Callable[[argparse.ArgumentParser], list[str]], sentence: Callab
     def refuse(_parser: argparse.ArgumentParser, message: str) -> None:
         raise InputError(sentence(message))
 
-    # `parse_args` reads `sys.argv`, and leaves the process where it refuses.
-    argv, error = sys.argv, argparse.ArgumentParser.error
+    # `parse_args` reads `sys.argv`, leaves the process where it refuses, and parses the sources of Megatron's
+    # configurations for a help that nobody sees, which takes longer than all else.
+    argv, error, helped = sys.argv, argparse.ArgumentParser.error, ArgumentGroupFactory._get_field_docstrings
     argparse.ArgumentParser.error = refuse  # type: ignore[method-assign,assignment]
+    ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
     try:
         namespace: argparse.Namespace = parse_args(prepare)
         return namespace
     finally:
         sys.argv = argv
         argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+        ArgumentGroupFactory._get_field_docstrings = helped
 
 
 def validate(namespace: argparse.Namespace) -> None:

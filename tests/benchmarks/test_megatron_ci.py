@@ -27,12 +27,6 @@ def reader() -> Iterator[MegatronReader]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[TraceServer]:
-    with TraceServer() as running:
-        yield running
-
-
 @pytest.mark.parametrize(
     ("case", "most"),
     [

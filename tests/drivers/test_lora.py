@@ -52,12 +52,6 @@ def test_says_what_it_does_not_follow(changes: dict[str, Any], what: str) -> Non
     assert raised.value.outcome == "unsupported"
 
 
-@pytest.fixture(scope="module")
-def server() -> Any:
-    with TraceServer() as server:
-        yield server
-
-
 def test_only_adapters_have_gradients_and_optimizer_state(server: TraceServer) -> None:
     between = server.run(tuned(training__lora__optimizer_step=True)).ledger.between_steps()
     stepped = {row.module for row in between.rows if row.kind == "optimizer" and "layers" in row.module}

@@ -4,8 +4,6 @@ Neither side knows the other; each pipeline stage is compared. Every sixteenth c
 others carry the marker `grid`, and `make grid` runs all of them.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from labkit.drivers.trace.server import TraceServer
@@ -17,12 +15,6 @@ CASES = [
     for family, module in FAMILIES.items()
     for position, name in enumerate(module.CHANGES)
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[TraceServer]:
-    with TraceServer() as server:
-        yield server
 
 
 @pytest.mark.parametrize("name", CASES)

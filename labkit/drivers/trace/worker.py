@@ -70,8 +70,13 @@ def _prepare() -> None:
 
     gc.disable()  # a tenth of the imports' time, for no garbage; children collect when they choose to
     with fake_cuda(next(iter(GPUS.values()))):
+        import labkit.drivers.cell
         import labkit.drivers.trace.results
-        import labkit.drivers.trace.session  # noqa: F401
+        import labkit.drivers.trace.session
+        import labkit.drivers.trace.state_names
+    # Every trace's first operator outside of the stand-ins asks for it: a second that its child need not spend.
+    import torch._dynamo  # noqa: F401
+
     gc.collect()
     gc.freeze()  # children share these pages as long as no collector touches them
 
