@@ -22,10 +22,10 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 # Tests start labkit hundreds of times: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One file's tests stay in one process: they share what their fixtures built.
+# One file's tests stay in one process: they share what their fixtures built. Files with slow tests come first (tests/conftest.py).
 test: env  ## Run all tests but most of the grid and the long loops of faults (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not grid and not faults" --durations 25 \
-	    $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	    -m "not grid and not faults" --durations 25 $(PYTEST_ARGS)
 
 faults: env  ## Kill runners, workers and ranks at 50 random moments each, damage results at every byte (half an hour)
 	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)

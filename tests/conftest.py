@@ -13,6 +13,12 @@ from labkit.drivers.trace.server import TraceServer
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: whichever file ends last has one process to itself."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def chromium_path() -> Path:
     """The Chromium or Chrome on PATH.

@@ -24,6 +24,8 @@ from labkit.workload import Workload
 from labkit.workload.files import data_directory
 from tests.study.builder import SMALL
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 LABKIT = (sys.executable, "-m", "labkit")

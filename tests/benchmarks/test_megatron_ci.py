@@ -17,6 +17,8 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
 
+pytestmark = pytest.mark.slow
+
 FIRST = json.loads(DEFAULT_CASES.read_text(encoding="utf-8").partition("\n")[0])
 ROWS = {row.case: row for row in read_rows(DEFAULT_CASES)}
 

@@ -1,9 +1,11 @@
-"""A trace with PyTorch's `MemTracker` active too: `python -m tests.drivers.mem_tracker_child WORKLOAD RESULT`.
+"""Traces with PyTorch's `MemTracker` active too: `python -m tests.drivers.mem_tracker_child FOLDER`.
 
-Of each moment at which a phase begins, what MemTracker has counted and the ledger's rows.
+Of each `WORKLOAD.json` in the folder, and each moment at which a phase begins, `WORKLOAD.seen.json` gets what
+MemTracker has counted and the ledger's rows. A trace is a fork of the process that has done the imports.
 """
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,27 @@ def _as_on_cuda(self: Any) -> int:
     return rounded(self.size * self.element_size)
 
 
-def main(workload: Workload, result: Path) -> None:
-    """Trace two steps and write what both trackers say."""
+def main(folder: Path) -> None:
+    """Trace each workload of the folder."""
     mem_tracker._WeakRefInfo._calculate_mem_consumed = _as_on_cuda  # type: ignore[method-assign]
-    theirs = Theirs()
+    process = multiprocessing.get_context("fork").Process
+    with Theirs() as theirs:
+        # Imported here: the trace's `resize_` then goes through theirs.
+        from labkit.drivers.trace.worker import _prepare
+
+        _prepare()
+        for path in sorted(folder.iterdir()):
+            workload = Workload.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+            child = process(target=compare, args=(theirs, workload, path.with_suffix(".seen.json")))
+            child.start()
+            child.join()
+
+
+def compare(theirs: Theirs, workload: Workload, result: Path) -> None:
+    """Trace two steps and write what both trackers say."""
+    from labkit.drivers.trace import cublas
+    from labkit.drivers.trace.session import trace_here
+
     snapshots: list[tuple[int, str, dict[str, int]]] = []
 
     def on_phase(iteration: int, phase: str) -> None:
@@ -45,13 +64,8 @@ def main(workload: Workload, result: Path) -> None:
             theirs.reset_mod_stats()  # it follows a model through one iteration
         snapshots.append((iteration, phase, _named(theirs.get_tracker_snapshot())))
 
-    with theirs:
-        # Imported here: the trace's `resize_` then goes through theirs.
-        from labkit.drivers.trace import cublas
-        from labkit.drivers.trace.session import trace_here
-
-        ledger = trace_here(workload, on_phase=on_phase).ledger
-        their_peak = theirs.get_tracker_snapshot("peak")[META]["Total"]
+    ledger = trace_here(workload, on_phase=on_phase).ledger
+    their_peak = theirs.get_tracker_snapshot("peak")[META]["Total"]
     moments = [
         {"iteration": iteration, "phase": phase, "theirs": counted, "rows": ledger.at(moment.clock - 1).rows}
         for (iteration, phase, counted), moment in zip(snapshots, ledger.moments, strict=True)
@@ -67,4 +81,4 @@ def _named(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(Workload.from_mapping(json.loads(sys.argv[1])), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -1,13 +1,15 @@
-"""One rank of a workload, really trained on the CPU: `python -m tests.drivers.real_cpu WORKLOAD RANK FOLDER`.
+"""All ranks of workloads, really trained on the CPU: `python -m tests.drivers.real_cpu FOLDER`.
 
 Data, gloo's collectives between processes and autograd are real; so are Megatron Core's modules, built and stepped by
-labkit's own code. Only the answers of `torch.cuda` are replaced: there is one device, and it is the CPU. Of each moment
-at which a phase begins, `FOLDER/RANK.json` has the storages that are alive.
+labkit's own code. Only the answers of `torch.cuda` are replaced: there is one device, and it is the CPU. Each folder in
+`FOLDER` has a `workload.json`; of each moment at which a phase begins, `RANK.json` there gets the storages that are
+alive. Imports take seconds, so a rank is a fork of the process that has done them.
 """
 
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -214,14 +216,26 @@ def main(workload: Workload, rank: int, folder: Path) -> None:
     world_size = workload.parallelism.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    replace_cuda()
-    prepare_megatron()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     result = train(workload, folder)
     (folder / f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")
     dist.destroy_process_group()
 
 
+def run_all(folder: Path) -> None:
+    """One workload after the other, its ranks side by side."""
+    torch.set_num_threads(1)
+    replace_cuda()
+    prepare_megatron()
+    process = multiprocessing.get_context("fork").Process
+    for cell in sorted(folder.iterdir()):
+        workload = Workload.from_mapping(json.loads((cell / "workload.json").read_text(encoding="utf-8")))
+        ranks = [process(target=main, args=(workload, rank, cell)) for rank in range(workload.parallelism.world_size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+
+
 if __name__ == "__main__":
-    main(Workload.from_mapping(json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]))
+    run_all(Path(sys.argv[1]))

@@ -30,6 +30,8 @@ from labkit.errors import InputError
 from tests.drivers.test_real_cpu import RANKS, workload
 from tests.small import selective
 
+pytestmark = pytest.mark.slow
+
 ONCE = workload(1, selective())
 CELL = ONCE.model_copy(
     update={"batch": ONCE.batch.model_copy(update={"global_batch_size": 4 * ONCE.batch.micro_batch_size})}

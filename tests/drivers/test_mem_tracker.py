@@ -13,6 +13,8 @@ from labkit.drivers.trace import cublas
 from labkit.ledger import Row
 from tests.small import full, selective, small
 
+pytestmark = pytest.mark.slow
+
 CELLS: dict[str, Workload] = {
     "dense": small(
         model__mixture_of_experts=None,
@@ -27,12 +29,20 @@ ACTIVATIONS = ("Activation", "Temp")
 """MemTracker's names for what forward and backward make; only an optimizer's step and `.grad` have others."""
 
 
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each cell a file of what both trackers said."""
+    folder = tmp_path_factory.mktemp("seen")
+    for name, cell in CELLS.items():
+        text = json.dumps(cell.model_dump(mode="json", exclude_unset=True))
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "tests.drivers.mem_tracker_child", str(folder)], check=True, timeout=300)
+    return folder
+
+
 @pytest.mark.parametrize("cell", CELLS)
-def test_torchs_memory_tracker_agrees_in_every_phase(cell: str, tmp_path: Path) -> None:
-    seen = tmp_path / "seen.json"
-    text = json.dumps(CELLS[cell].model_dump(mode="json", exclude_unset=True))
-    subprocess.run([sys.executable, "-m", "tests.drivers.mem_tracker_child", text, str(seen)], check=True, timeout=300)
-    compared = json.loads(seen.read_text(encoding="utf-8"))
+def test_torchs_memory_tracker_agrees_in_every_phase(cell: str, seen: Path) -> None:
+    compared = json.loads((seen / f"{cell}.seen.json").read_text(encoding="utf-8"))
     assert [(each["iteration"], each["phase"]) for each in compared["moments"]] == [
         (0, "setup"),
         *((iteration, phase) for iteration in (1, 2) for phase in ("forward", "backward", "grad_sync", "optimizer")),

@@ -16,6 +16,8 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger, Row, rounded
 from tests.small import full, selective
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 3, 64
 RANKS = 2
 PHASES = ("forward", "backward", "grad_sync", "optimizer")
@@ -65,29 +67,30 @@ def workload(tensor_parallel: int, recompute: dict[str, Any]) -> Workload:
     )
 
 
-def trained(workload: Workload, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found."""
-    text = json.dumps(workload.model_dump(mode="json", exclude_unset=True))
-    command = [sys.executable, "-m", "tests.drivers.real_cpu", text]
-    ranks = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(RANKS)]
-    try:
-        assert [rank.wait(timeout=300) for rank in ranks] == [0] * RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+CELLS = {
+    "tensor-parallel": (workload(2, selective()), 5),
+    "data-parallel full recompute": (workload(1, full("uniform", 1)), 1),
+}
+"""Each with the norms whose statistics are kept as backward begins."""
 
 
-@pytest.mark.parametrize(
-    ("tensor_parallel", "recompute", "norms_kept"),
-    [(2, selective(), 5), (1, full("uniform", 1), 1)],
-    ids=["tensor-parallel", "data-parallel full recompute"],
-)
-def test_a_real_step_keeps_what_its_trace_says(
-    server: TraceServer, tmp_path: Path, tensor_parallel: int, recompute: dict[str, Any], norms_kept: int
-) -> None:
-    cell = workload(tensor_parallel, recompute)
-    for rank, real in enumerate(trained(cell, tmp_path)):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each cell a folder with what each rank found."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, (cell, _) in CELLS.items():
+        (folder / name).mkdir()
+        text = json.dumps(cell.model_dump(mode="json", exclude_unset=True))
+        (folder / name / "workload.json").write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "tests.drivers.real_cpu", str(folder)], check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_real_step_keeps_what_its_trace_says(server: TraceServer, trained: Path, name: str) -> None:
+    cell, norms_kept = CELLS[name]
+    for rank in range(RANKS):
+        real = json.loads((trained / name / f"{rank}.json").read_text(encoding="utf-8"))
         losses = real["losses"]
         assert all(0.5 * math.log(128) < loss < 1.5 * math.log(128) for loss in losses), "it really trains"
         ledger = server.run(cell, rank=rank).ledger

@@ -29,6 +29,8 @@ from labkit.workload.launch_rules import MORE_VALUES_THAN_FIELDS, SAID_BY_FIELDS
 from labkit.workload.launched import CHOICES, OPTION_OF, Launched
 from labkit.workload.megatron_options import OPTIONS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 JOBS = {
     job["case"]: json.dumps(job)

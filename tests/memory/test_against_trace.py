@@ -10,6 +10,8 @@ from labkit.drivers.trace.server import TraceServer
 from tests.memory.grid import FAMILIES, workload
 from tests.memory.grid.agreement import BETWEEN_STEPS_TOLERANCE, PEAK_TOLERANCE, RETAINED_TOLERANCE, stages
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     pytest.param(f"{family}: {name}", marks=[] if position % 16 == 0 else [pytest.mark.grid])
     for family, module in FAMILIES.items()

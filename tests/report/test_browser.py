@@ -11,7 +11,7 @@ from labkit.report.theme import Mode, vega_config
 from tests.report import frames, pages
 from tests.report.browsing import Opened
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 HOSTILE = [
     "<script>document.title='owned'</script>",

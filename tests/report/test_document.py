@@ -16,6 +16,8 @@ from labkit.errors import InputError, WorkError
 from labkit.report.document import study_report
 from labkit.report.files import check_output
 
+pytestmark = pytest.mark.slow
+
 STUDY = """
 name: tiny
 title: Tiny <study>

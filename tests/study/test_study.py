@@ -24,6 +24,8 @@ from labkit.study.status import StudyStatus
 from labkit.workload import Workload
 from tests.study.builder import SMALL, instant
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 STUDY = {
     "name": "small",

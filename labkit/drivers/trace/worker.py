@@ -73,7 +73,7 @@ def _prepare() -> None:
         import labkit.drivers.cell
         import labkit.drivers.trace.results
         import labkit.drivers.trace.session
-        import labkit.drivers.trace.state_names
+        import labkit.drivers.trace.state_names  # noqa: F401
     # Every trace's first operator outside of the stand-ins asks for it: a second that its child need not spend.
     import torch._dynamo  # noqa: F401
 
