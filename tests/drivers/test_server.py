@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,27 +112,36 @@ def test_what_megatron_refuses_is_one_sentence(server: TraceServer) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_hang_and_a_glutton_are_ended_at_their_limits_and_the_server_goes_on() -> None:
+@pytest.fixture(scope="module")
+def mine() -> Iterator[TraceServer]:
+    """A server with one place."""
+    with TraceServer(workers=1) as running:
+        yield running
+
+
+def test_a_hang_and_a_glutton_are_ended_at_their_limits_and_the_server_goes_on(
+    mine: TraceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hang(iteration: int, phase: str) -> None:
         if (iteration, phase) == (1, "forward"):
             for child in children(worker(mine)):
                 os.kill(child, signal.SIGSTOP)
 
-    with TraceServer(limits=Limits(seconds=20)) as mine:
-        assert mine.run(small()).peak_allocated_bytes > 0
+    assert mine.run(small()).peak_allocated_bytes > 0  # its imports are done
+    with monkeypatch.context() as limited:
+        limited.setattr(mine, "_limits", Limits(seconds=20))
         with pytest.raises(Unfinished) as error:
             mine.run(small(), on_phase=hang)
         said = "small: the trace was ended in forward: it took more than 20 s; give it a longer time limit"
         assert (str(error.value), error.value.outcome, error.value.phase) == (said, "timed_out", "forward")
-        mine._limits = Limits(memory_bytes=2**28)
+        limited.setattr(mine, "_limits", Limits(memory_bytes=2**28))
         with pytest.raises(Unfinished, match=r"needed more than 0\.25 GiB of host memory; give it a higher") as error:
             mine.run(small())
         assert error.value.outcome == "out_of_host_memory"
-        mine._limits = Limits()
-        assert mine.run(small()).peak_allocated_bytes > 0
+    assert mine.run(small()).peak_allocated_bytes > 0
 
 
-def test_what_an_interrupted_caller_asked_for_is_stopped_and_places_are_free_again() -> None:
+def test_what_an_interrupted_caller_asked_for_is_stopped_and_places_are_free_again(mine: TraceServer) -> None:
     at_once: set[int] = set()
 
     def interrupt(iteration: int, phase: str) -> None:
@@ -139,12 +149,11 @@ def test_what_an_interrupted_caller_asked_for_is_stopped_and_places_are_free_aga
         if phase.startswith("backward"):
             raise KeyboardInterrupt
 
-    with TraceServer(workers=1) as mine:
-        with pytest.raises(KeyboardInterrupt):
-            mine.run_stages(pipeline(2), on_phase=interrupt)
-        assert at_once == {1}
-        wait_until(lambda: not children(worker(mine)), 5)
-        assert mine.run(small()).peak_allocated_bytes > 0
+    with pytest.raises(KeyboardInterrupt):
+        mine.run_stages(pipeline(2), on_phase=interrupt)
+    assert at_once == {1}
+    wait_until(lambda: not children(worker(mine)), 5)
+    assert mine.run(small()).peak_allocated_bytes > 0
 
 
 def test_other_versions_are_refused_with_those_that_are_supported() -> None:

@@ -163,11 +163,9 @@ def test_a_study_that_has_not_run_still_shows_its_estimates() -> None:
         assert "NaN" not in svg(figure), figure.name
 
 
-@pytest.mark.parametrize(
-    "label", ["<script>alert(1)</script>", "a\"b'c", "\u202egnp.exe", "datum.x || 1", "x" * 10_000]
-)
-def test_hostile_labels_are_text(label: str) -> None:
-    for figure in figures(frames.cells({label: ("failed", "<img src=x onerror=alert(1)>")})):
+def test_hostile_labels_are_text() -> None:
+    labels = ("<script>alert(1)</script>", "a\"b'c", "\u202egnp.exe", "datum.x || 1", "x" * 10_000)
+    for figure in figures(frames.cells(dict.fromkeys(labels, ("failed", "<img src=x onerror=alert(1)>")))):
         drawn = svg(figure)
         assert "<script" not in drawn
         assert "<img" not in drawn
