@@ -105,6 +105,19 @@ class Diagnosis(Parameters):
 _BOTH_HOPPERS = ("h100-80gb", "h200-141gb")
 
 
+class Estimate(Parameters):
+    """Parameters of `notebooks/estimate.py`."""
+
+    notebook: ClassVar[str] = "estimate"
+
+    workload: WorkloadFile = "moonlight-16b"
+    """A workload file, or the name of one that ships with labkit."""
+    stage: NonNegativeInt | None = None
+    """The pipeline stage to look at; None: the one that holds most."""
+    gpus: Annotated[Many[GpuName], Field(min_length=1)] = _BOTH_HOPPERS
+    """Whose memory to hold the peak against."""
+
+
 class ExpertRouting(Parameters):
     """Parameters of `notebooks/expert_routing.py`."""
 
@@ -126,6 +139,7 @@ MODELS: dict[str, type[Parameters]] = {
     model.notebook: model
     for model in (
         Diagnosis,
+        Estimate,
         ExpertRouting,
         RecomputeStudy,
     )

@@ -94,6 +94,9 @@ DIVERGING = ("#56b4e9", "#f5f7f9", "#e69f00")
 PUBLISHED_TOTAL = "published total"
 """The one category of a published figure: nobody published what holds it."""
 
+SAFETY_MARGIN = "safety margin"
+"""What is set aside above an estimated peak; no part of it."""
+
 _CATEGORY_COLOURS = {
     "parameters": "#0072b2",
     "gradient buffers": "#56b4e9",
@@ -108,6 +111,7 @@ _CATEGORY_COLOURS = {
     "allocator remainders": "#d3d8dd",
     PUBLISHED_TOTAL: "#c3c9d0",
     "above the estimate": "#5d3a9b",
+    SAFETY_MARGIN: "#ead9f2",
 }
 
 STACK = tuple(_CATEGORY_COLOURS)

@@ -6,7 +6,7 @@ Bytes are integers; nothing here knows GiB, colours or HTML. `source` is `estima
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -254,21 +254,29 @@ def breakdown(results: "Results") -> pl.DataFrame:
 
 
 def timeline(results: "Results", moments: int = 400) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Allocated bytes through the steady step of each candidate (`timelines`), a trace before an estimate."""
+    held = ((result.candidate.label, (result.traced, result.estimate)) for result in results.candidates)
+    return timelines(((label, [each for each in both if each is not None]) for label, both in held), moments)
+
+
+def timelines(held: Iterable[tuple[str, Sequence[Result]]], moments: int = 400) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Allocated bytes through the steady step, columns `TIMELINE`, and one peak each, columns `PEAKS`.
 
     A step has thousands of events; about `moments` of them are kept: the start and the peak of each phase, and the
     highest and the lowest of each of equal stretches between. `position` runs from 0 to 1 over the step's clock, which
-    counts events, not time; an estimate's phases are laid over those of the trace beside it.
+    counts events, not time; the phases of a candidate's later results are laid over those of its first.
+
+    Args:
+        held: candidates with their results.
+        moments: how many to keep of each.
     """
     lines: list[tuple[Any, ...]] = []
     peaks: list[tuple[Any, ...]] = []
-    for result in results.candidates:
+    for label, results in held:
         bounds: tuple[float, ...] = ()
-        for held in (result.traced, result.estimate):
-            if held is None:
-                continue
-            name = (result.candidate.label, held.certainty)
-            profile = _Profile(held.ledger)
+        for result in results:
+            name = (label, result.certainty)
+            profile = _Profile(result.ledger)
             bounds = profile.lay_over(bounds)
             for clock in profile.thinned(moments):
                 where = (profile.position(clock), clock, profile.phase(clock))

@@ -11,7 +11,7 @@ from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_c
 from labkit.errors import InputError
 from labkit.report.execute import convert
 from labkit.report.notebooks import notebook_folder, notebook_source
-from labkit.report.parameters import MODELS, RecomputeStudy, input_path
+from labkit.report.parameters import MODELS, Estimate, RecomputeStudy, input_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,4 +80,21 @@ def test_its_study_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
 def test_wrong_parameters_are_named(values: dict[str, object], sentence: str) -> None:
     with pytest.raises(InputError) as raised:
         RecomputeStudy.checked(**values)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"workload": "moonlit-16b"}, "no such workload in data/workloads; did you mean 'moonlight-16b'?"),
+        ({"workload": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+        ({"workload": "data/studies/moonlight-16b.yaml"}, "is a study, not a workload"),
+        ({"gpus": ["h100"]}, "estimate parameters: gpus.0: no such GPU"),
+        ({"gpus": []}, "estimate parameters: gpus: value should have at least 1 item"),
+        ({"stage": -1}, "estimate parameters: stage: input should be greater than or equal to 0 (got -1)"),
+    ],
+)
+def test_wrong_workloads_gpus_and_stages_are_named(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError) as raised:
+        Estimate.checked(**values)
     assert sentence in str(raised.value)

@@ -7,23 +7,21 @@ source and unit in its caption, its axis and its tooltips. Bytes become GiB (2**
 import altair as alt
 import polars as pl
 
+from labkit.report.charts.stacks import stacks
 from labkit.report.charts.timeline import timeline
 from labkit.report.data import OUTCOMES
 from labkit.report.encodings import (
     SIDES,
     candidate_axis,
-    category_colour_scale,
     chart_rows,
     layered,
     room_for,
-    rows_data,
     rows_height,
     source_colour,
     source_offset,
     source_shape,
 )
 from labkit.report.figure import Figure
-from labkit.report.theme import STACK, category_colour, category_number, text_on
 from labkit.workload.gpu import GIB, MIB
 
 __all__ = ["differences", "holdings", "peaks", "timeline"]
@@ -148,66 +146,13 @@ def holdings(breakdown: pl.DataFrame) -> Figure:
     Args:
         breakdown: one row per candidate, source and category (`labkit.summary.CATEGORIES`), with bytes.
     """
-    rows, names = chart_rows(breakdown, "category", "bytes")
-    present = [name for name in STACK if name in rows["category"].to_list()]
-    rows = rows.with_columns(
-        (pl.col("bytes") / GIB).alias("gib"),
-        pl.col("category").replace_strict({name: str(category_number(name)) for name in present}).alias("number"),
-        pl.col("category").replace_strict({name: i for i, name in enumerate(present)}).alias("place"),
-        pl.col("category").replace_strict({name: text_on(category_colour(name)) for name in present}).alias("ink"),
-    )
-    totals = rows.group_by("candidate", "source", maintain_order=True).agg(pl.col("gib").sum())
-    rows = rows.with_columns((pl.col("gib").cum_sum() - pl.col("gib") / 2).over("candidate", "source").alias("middle"))
-    highlighted = alt.selection_point(name="holdings_category", fields=["category"], bind="legend")
-    y, offset = candidate_axis(names), source_offset(rows)
-    x_title = "allocated at the peak (GiB)"
-    widest = float(totals["gib"].max() or 0)  # type: ignore[arg-type]
-    scale = alt.Scale(domain=[0, widest or 1], nice=False, range=room_for(104))
-    bars = (
-        alt.Chart()
-        .mark_bar(style="segment", height={"band": 0.9})
-        .encode(
-            y=y,
-            yOffset=offset,
-            x=alt.X("gib:Q", title=x_title, stack="zero", scale=scale, axis=alt.Axis(tickCount=8)),
-            color=category_colour_scale(present),
-            order=alt.Order("place:Q"),
-            opacity=alt.condition(highlighted, alt.value(1), alt.value(0.15)),
-            tooltip=[
-                alt.Tooltip("candidate:N", title="recompute"),
-                alt.Tooltip("source:N", title="source"),
-                alt.Tooltip("category:N", title="held by"),
-                alt.Tooltip("gib:Q", title="GiB", format=".3f"),
-                alt.Tooltip("bytes:Q", title="bytes", format=","),
-            ],
-        )
-        .add_params(highlighted)
-    )
-    numbers = (
-        alt.Chart()
-        .transform_filter(f"datum.gib * width > {widest * 16}")
-        .mark_text(fontSize=9.5, tooltip=None)
-        .encode(
-            y=y,
-            yOffset=offset,
-            x=alt.X("middle:Q", title=x_title, scale=scale),
-            text="number:N",
-            color=alt.Color("ink:N", scale=None),
-            opacity=alt.condition(highlighted, alt.value(1), alt.value(0.15)),
-        )
-    )
-    labels = (
-        alt.Chart(rows_data(totals))
-        .transform_calculate(text="datum.source + ' ' + format(datum.gib, '.2f')")
-        .mark_text(style="note", align="left", dx=6)
-        .encode(y=y, yOffset=offset, x=alt.X("gib:Q", title=x_title, scale=scale), text="text:N")
-        .properties(name="note_totals")
-    )
-    return Figure(
+    return stacks(
+        breakdown,
         "holdings",
         "What holds the peak under each recompute choice, in GiB: estimated and traced by category, published as the "
         "total it was published as. Numbers in the bars are those of the legend.",
-        layered([bars, numbers, labels], rows, "Memory at the peak, by what holds it", rows_height(rows)),
+        "Memory at the peak, by what holds it",
+        row="recompute",
     )
 
 

@@ -18,11 +18,20 @@ _WHOLE_SENTENCE = 350
 """Pixels that the sentence about the peak needs beside its mark; where there are fewer it is a few words."""
 
 
+_CAPTIONS = {
+    "traced": "Allocated memory through the steady step under the chosen recompute, in GiB: traced by category "
+    "(areas), the estimated total (dashed line), the traced peak and the phases.",
+    "estimated": "Allocated memory through the steady step under the chosen recompute, in GiB: estimated by category "
+    "(areas), the estimated peak and the phases.",
+}
+
+
 def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
     """Live bytes through the steady step: the trace by category, the estimate's total over it, one candidate at a time.
 
     The trace counts allocations and frees, the estimate counts schedule steps; the estimate's phases are stretched
-    to the trace's, so that both change phase at the same place.
+    to the trace's, so that both change phase at the same place. Where nothing was traced, the estimate is shown by
+    category.
 
     Args:
         moments: candidate, source, position (0 to 1 through the step), phase, category, bytes; every category of a
@@ -31,38 +40,36 @@ def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
     """
     labels = display_labels(moments["candidate"])
     moments, peaks = relabelled(moments, labels), relabelled(peaks.filter(pl.col("candidate").is_in(labels)), labels)
-    traced = moments.filter(pl.col("source") == "traced")
+    main = "traced" if "traced" in moments["source"] else "estimated"
+    traced = moments.filter(pl.col("source") == main)
     estimated = moments.filter(pl.col("source") == "estimated")
     phases = _phases(traced)
     untraced = estimated.join(phases, on="candidate", how="anti", maintain_order="left")
     phases = pl.concat([phases, _phases(untraced)])
     held = moments.filter(pl.col("bytes") > 0)["category"].to_list()
     present = [name for name in STACK if name in held]
-    marked = peaks.filter(pl.col("source") == "traced").select(
+    marked = peaks.filter(pl.col("source") == main).select(
         "candidate", "position", "phase", (pl.col("bytes") / GIB).alias("gib")
     )
     top = max([1.0, *(nbytes / GIB * 1.12 for nbytes in peaks["bytes"].to_list())])
 
-    chosen = alt.param(
-        name="timeline_candidate",
-        value=next(iter(labels.values()), None),
-        bind=alt.binding_select(options=list(labels.values()), name="Recompute "),
-    )
+    options = list(labels.values())
+    select = alt.binding_select(options=options, name="Recompute ") if len(options) > 1 else alt.Undefined
+    chosen = alt.param(name="timeline_candidate", value=next(iter(options), None), bind=select)
     highlighted = alt.selection_point(name="timeline_category", fields=["category"], bind="legend")
     columns = ["position", "phase", *(f"{_key(name)}_mib" for name in present)]
     layers = [
         _areas(present, top, highlighted),
         _numbers(traced, top, highlighted),
-        _estimate(_stretched(estimated, phases), top),
+        *([_estimate(_stretched(estimated, phases), top)] if main == "traced" else []),
         *_phase_marks(phases),
-        *_peak_marks(marked, top),
-        _hover(present),
+        *_peak_marks(marked, top, main),
+        _hover(present, main),
     ]
     chart = layered(layers, _packed(_wide(traced, present)), "Live memory through one step", 340).add_params(chosen)
     return Figure(
         "timeline",
-        "Allocated memory through the steady step under the chosen recompute, in GiB: traced by category (areas), the "
-        "estimated total (dashed line), the traced peak and the phases.",
+        _CAPTIONS[main],
         chart,
         moments=columns,
     )
@@ -200,15 +207,15 @@ def _phase_marks(phases: pl.DataFrame) -> list[alt.Chart]:
     return [base.mark_rule(style="guide", strokeDash=[1, 3]).encode(x=alt.X("start:Q", title=_X_TITLE)), *names]
 
 
-def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
+def _peak_marks(marked: pl.DataFrame, top: float, source: str) -> list[alt.Chart]:
     base = alt.Chart(rows_data(marked)).transform_filter(_CHOSEN)
     marker = base.mark_point(style="marker", shape="triangle-down", size=70, filled=True, opacity=1, yOffset=-5)
     labels = [
         base.transform_filter(f"datum.position {relation} 0.5")
         .transform_calculate(gib_said="format(datum.gib, '.3f') + ' GiB'")
         .transform_calculate(
-            text=f"{room} * width > {_WHOLE_SENTENCE} ? 'traced peak of the steady step ' + datum.gib_said + ' in ' + "
-            "datum.phase : 'peak ' + datum.gib_said"
+            text=f"{room} * width > {_WHOLE_SENTENCE} ? '{source} peak of the steady step ' + datum.gib_said + "
+            "' in ' + datum.phase : 'peak ' + datum.gib_said"
         )
         .mark_text(style="note", align=align, dx=shift, dy=-9, fontWeight=600)
         .encode(x=_x(), y=_y(top), text="text:N")
@@ -220,7 +227,7 @@ def _peak_marks(marked: pl.DataFrame, top: float) -> list[alt.Chart]:
     return [marker.encode(x=_x(), y=_y(top)), *labels]
 
 
-def _hover(present: list[str]) -> alt.Chart:
+def _hover(present: list[str], source: str) -> alt.Chart:
     """A band from each moment to the next: shaded under the pointer, it tells all the moment's figures."""
     pointed = alt.selection_point(
         name="timeline_moment", fields=["position"], on="pointerover", clear="pointerout", empty=False
@@ -240,7 +247,7 @@ def _hover(present: list[str]) -> alt.Chart:
             y2=alt.value("height"),
             opacity=alt.condition(pointed, alt.value(0.25), alt.value(0)),
             tooltip=[
-                alt.Tooltip("candidate:N", title="recompute (traced)"),
+                alt.Tooltip("candidate:N", title=f"recompute ({source})"),
                 alt.Tooltip("phase:N", title="phase"),
                 alt.Tooltip("total_gib:Q", title="total (GiB)", format=".3f"),
                 *(alt.Tooltip(f"{keys[name]}_gib:Q", title=name, format=".3f") for name in reversed(present)),

@@ -169,18 +169,19 @@ def accuracy(cells: pl.DataFrame) -> GT:
     )
 
 
-def asked(workload: Mapping[str, Any]) -> GT:
-    """What the control states, in Megatron's names; what it leaves to defaults is not repeated.
+def asked(workload: Mapping[str, Any], head: str = "Control") -> GT:
+    """What the control, or another workload, states, in Megatron's names; what it leaves to defaults is not repeated.
 
     Args:
         workload: the stated fields of the control's workload as plain data: a mapping of fields for each part.
+        head: of the column.
     """
     parts = {part: ", ".join(_fields(values or {})) for part, values in workload.items()}
     stated = {part: fields for part, fields in parts.items() if fields}
     shown = pl.DataFrame({"part": list(stated), "fields": list(stated.values())})
     return (
         table(shown, "asked")
-        .cols_label(part="Part", fields="Control")
+        .cols_label(part="Part", fields=head)
         .tab_style(style.css("white-space: normal"), loc.body(columns="fields"))
     )
 
