@@ -95,19 +95,23 @@ def guides(values: pl.DataFrame, field: str, label: str) -> list[alt.Chart]:
         field: its column of places, of the chart's own horizontal field.
         label: its column of names.
     """
-    most = values[field].max()
-    placed = values.with_columns(
-        pl.int_range(pl.len()).alias("place"), (pl.col(field) * 2 > most).alias("right") if most else pl.lit(False)
+    right = pl.col(field) * 2 > pl.col(field).max()
+    placed = values.with_columns(pl.int_range(pl.len()).alias("place"))
+    rule: alt.Chart = (
+        alt.Chart(rows_data(placed))
+        .mark_rule(style="guide", strokeDash=[4, 3], opacity=0.6)
+        .encode(x=alt.X(f"{field}:Q"))
     )
-    base = alt.Chart(rows_data(placed))
-    rule: alt.Chart = base.mark_rule(style="guide", strokeDash=[4, 3], opacity=0.6).encode(x=alt.X(f"{field}:Q"))
     lines = {"expr": f"-3 - 12 * ({values.height - 1} - datum.place)"}
+    sides = zip((~right, right), SIDES, strict=True)
     names: list[alt.Chart] = [
-        base.transform_filter(f"datum.right === {right}")
+        alt.Chart(rows_data(found))
         .mark_text(style="note", align=align, baseline="bottom", dx=shift / 4, dy=lines)
         .encode(x=alt.X(f"{field}:Q"), y=alt.value(0), text=f"{label}:N")
         .properties(name=f"note_guides_{align}")
-        for right, (align, shift) in zip(("false", "true"), SIDES, strict=True)
+        for chosen, (align, shift) in sides
+        # Vega warns of a scale over no rows at all.
+        if not (found := placed.filter(chosen)).is_empty()
     ]
     return [rule, *names]
 
