@@ -1,13 +1,13 @@
 """What a study's charts share: rows, axes, scales and legends, so that they read and merge alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import altair as alt
 import polars as pl
 
 from labkit.report.data import clean, display_labels, relabelled
-from labkit.report.theme import LOOKS, SOURCES, category_colour, category_number
+from labkit.report.theme import LOOKS, SOURCES, Look, category_colour, category_number
 from labkit.workload.gpu import GIB, MIB
 
 _WIDTH: Final = 680
@@ -62,29 +62,30 @@ def source_shape(rows: pl.DataFrame) -> alt.Shape:
     return alt.Shape("source:N", title="source", scale=scale, legend=alt.Legend(orient="top", title=None))
 
 
-def named_offset(field: str, names: Sequence[str]) -> alt.YOffset:
+def looks_of(names: Sequence[str]) -> dict[str, Look]:
+    """How names that are no sources look, in this order."""
+    return {name: LOOKS[place % len(LOOKS)] for place, name in enumerate(names)}
+
+
+def named_offset(field: str, names: Iterable[str]) -> alt.YOffset:
     """Inside a chart's row, one line for each name, in this order."""
     return alt.YOffset(f"{field}:N", sort=list(names), scale=alt.Scale(domain=list(names)))
 
 
-def named_colour(field: str, names: Sequence[str]) -> alt.Color:
+def named_colour(field: str, looks: Mapping[str, Look]) -> alt.Color:
     """Names that are no sources by colour; merges with `named_shape` into one legend."""
-    return alt.Color(f"{field}:N", title=None, scale=_looks(names, "colour"), legend=_NAMES)
+    scale = alt.Scale(domain=list(looks), range=[look.colour for look in looks.values()])
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=_NAMES)
 
 
-def named_shape(field: str, names: Sequence[str]) -> alt.Shape:
+def named_shape(field: str, looks: Mapping[str, Look]) -> alt.Shape:
     """The same by shape."""
-    return alt.Shape(f"{field}:N", title=None, scale=_looks(names, "shape"), legend=_NAMES)
+    scale = alt.Scale(domain=list(looks), range=[look.shape for look in looks.values()])
+    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=_NAMES)
 
 
 _NAMES: Final = alt.Legend(orient="top", title=None, labelLimit=330, offset=30)
 """Above the names of guides."""
-
-
-def _looks(names: Sequence[str], part: Literal["colour", "shape"]) -> alt.Scale:
-    return alt.Scale(
-        domain=list(names), range=[getattr(LOOKS[place % len(LOOKS)], part) for place in range(len(names))]
-    )
 
 
 def guides(values: pl.DataFrame, field: str, label: str) -> list[alt.Chart]:

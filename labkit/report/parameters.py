@@ -135,9 +135,29 @@ class ExpertRouting(Parameters):
     """Whose memory to fit into."""
 
 
+class Admission(Parameters):
+    """Parameters of `notebooks/admission.py`."""
+
+    notebook: ClassVar[str] = "admission"
+
+    workload: WorkloadFile = "qwen3.8-27b-lora"
+    """The template: a workload file, or the name of one that ships; of its batch the way it packs counts."""
+    requests: InputFile | None = None
+    """A JSON file of requests, as `labkit admit` takes it; None: examples."""
+    budget: str | None = None
+    """What a rank may allocate (`80GB`, `74.5GiB`, a GPU's name); None: the workload's GPU."""
+    rule_tokens: PositiveInt | None = None
+    """Tokens that the rule of thumb allows a micro-batch; None: what the workload's own batch suggests."""
+    count: Annotated[int, Field(gt=0, le=2048)] = 43
+    """Of the examples."""
+    seed: NonNegativeInt = 1
+    """Of the examples."""
+
+
 MODELS: dict[str, type[Parameters]] = {
     model.notebook: model
     for model in (
+        Admission,
         Diagnosis,
         Estimate,
         ExpertRouting,

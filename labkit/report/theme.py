@@ -88,6 +88,14 @@ LOOKS = (
 )
 """How things that are no sources are told apart, in the order a chart names them; more of them begin anew."""
 
+FITTING = {
+    "fits": Look("#009e73", "circle"),
+    "segments do not fit": Look("#e69f00", "diamond"),
+    "margin does not fit": Look("#cc79a7", "triangle-up"),
+    "peak does not fit": Look("#d55e00", "square"),
+}
+"""Whether something is within a budget, and if not from where on."""
+
 DIVERGING = ("#56b4e9", "#f5f7f9", "#e69f00")
 """Below, at and above a middle; black is legible on all of it."""
 
