@@ -108,6 +108,12 @@ tables.boundary(planning.boundary)
 prose.listed(planning.refusals, "Nothing was refused.")
 
 # %% [markdown]
+# What would work for the largest that is refused, each priced by the estimate before it is named.
+
+# %%
+tables.remedies(planning.remedies)
+
+# %% [markdown]
 # ## What the prices rest on
 
 # %%

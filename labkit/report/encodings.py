@@ -1,6 +1,6 @@
 """What a study's charts share: rows, axes, scales and legends, so that they read and merge alike."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import altair as alt
@@ -62,26 +62,29 @@ def source_shape(rows: pl.DataFrame) -> alt.Shape:
     return alt.Shape("source:N", title="source", scale=scale, legend=alt.Legend(orient="top", title=None))
 
 
-def looks_of(names: Sequence[str]) -> dict[str, Look]:
-    """How names that are no sources look, in this order."""
-    return {name: LOOKS[place % len(LOOKS)] for place, name in enumerate(names)}
-
-
 def named_offset(field: str, names: Iterable[str]) -> alt.YOffset:
     """Inside a chart's row, one line for each name, in this order."""
     return alt.YOffset(f"{field}:N", sort=list(names), scale=alt.Scale(domain=list(names)))
 
 
-def named_colour(field: str, looks: Mapping[str, Look]) -> alt.Color:
-    """Names that are no sources by colour; merges with `named_shape` into one legend."""
+def named_colour(field: str, names: Iterable[str] | Mapping[str, Look]) -> alt.Color:
+    """Names that are no sources by colour, as they look or one after the other; merges with `named_shape`."""
+    looks = _looks(names)
     scale = alt.Scale(domain=list(looks), range=[look.colour for look in looks.values()])
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=_NAMES)
 
 
-def named_shape(field: str, looks: Mapping[str, Look]) -> alt.Shape:
+def named_shape(field: str, names: Iterable[str] | Mapping[str, Look]) -> alt.Shape:
     """The same by shape."""
+    looks = _looks(names)
     scale = alt.Scale(domain=list(looks), range=[look.shape for look in looks.values()])
     return alt.Shape(f"{field}:N", title=None, scale=scale, legend=_NAMES)
+
+
+def _looks(names: Iterable[str] | Mapping[str, Look]) -> Mapping[str, Look]:
+    if isinstance(names, Mapping):
+        return names
+    return {name: LOOKS[place % len(LOOKS)] for place, name in enumerate(names)}
 
 
 _NAMES: Final = alt.Legend(orient="top", title=None, labelLimit=330, offset=30)

@@ -17,8 +17,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from labkit.admission import Admission, MicroBatch
+from labkit.admission import Admission, Decision, MicroBatch
 from labkit.admission.passes import Pass, Sums
+from labkit.admission.remedies import Remedy
 from labkit.admission.requests import read_requests
 from labkit.errors import InputError
 from labkit.plan.price import EVERY_LAYER, Pricer
@@ -92,6 +93,17 @@ what they need. logical: a shared prefix counted each time; packed: once."""
 LONGEST: Final = pl.Schema({"policy": pl.String, "tokens": pl.Int64, "fits": pl.Boolean})
 """One row for each policy: the longest request that is admitted by itself, and whether it fits."""
 
+REMEDIES: Final = pl.Schema(
+    {
+        "policy": pl.String,
+        "change": pl.String,
+        "peak_bytes": pl.Int64,
+        "covered_bytes": pl.Int64,
+        "reserved_bytes": pl.Int64,
+    }
+)
+"""One row for each change under which the largest that a policy refuses fits, and what it needs then."""
+
 OUTCOMES: Final = ("admitted", "admitted over the budget", "refused")
 _BUCKETS: Final = (256, 1024, 4096, 16384, 65536, 262144)
 _MOST_TOKENS = 2**26
@@ -119,6 +131,8 @@ class Planned(NamedTuple):
     """Positions of requests."""
     why: tuple[str, ...]
     """Of the refusals, in sentences."""
+    remedies: tuple[Remedy, ...] = ()
+    """For the largest that was refused."""
 
     @property
     def outcome(self) -> str:
@@ -193,12 +207,22 @@ class Planning:
         """What is refused is set aside, and the rest decided on again."""
         decision = admission.decide(self.requests)
         refused = tuple(sorted(at for each in decision.refused for at in each.requests))
-        why = decision.record.sentences if refused else ()
+        why, remedies = self._refusal(decision, admission)
         left = [at for at in range(len(self.requests)) if at not in refused]
         if refused and left:
             decision = admission.decide([self.requests[at] for at in left])
         made = [Made(tuple(left[at] for at in each.requests), each) for each in decision.micro_batches]
-        return Planned(name, admission.template, tuple(made), decision.least_micro_batches, refused, tuple(why))
+        least = decision.least_micro_batches
+        return Planned(name, admission.template, tuple(made), least, refused, why, remedies)
+
+    def _refusal(self, decision: Decision, admission: Admission) -> tuple[tuple[str, ...], tuple[Remedy, ...]]:
+        """Why something is refused, without what all prices rest on, and what would work."""
+        if not decision.refused:
+            return (), ()
+        said = decision.record.sentences
+        said = said[:-1] if decision.remedies else said
+        kept = [each for each in said if each not in admission.run((None, None)).assumptions]
+        return tuple(kept), decision.remedies
 
     @cached_property
     def micro_batches(self) -> pl.DataFrame:
@@ -395,9 +419,19 @@ class Planning:
                 f"{row['sequences']} of them together, and {row['sequences_floor']} fit."
             )
 
+    @cached_property
+    def remedies(self) -> pl.DataFrame:
+        """What would work for the largest that each policy refuses; columns `REMEDIES`."""
+        rows = [
+            (plan.policy, each.change, each.peak_bytes, each.covered_bytes, each.reserved_bytes)
+            for plan in self.planned
+            for each in plan.remedies
+        ]
+        return pl.DataFrame(rows, schema=REMEDIES, orient="row")
+
     @property
     def refusals(self) -> list[str]:
-        """What each policy refuses, why, and what would work."""
+        """What each policy refuses, and why."""
         return [f"{plan.policy.capitalize()}: {' '.join(plan.why)}" for plan in self.planned if plan.why]
 
     @property

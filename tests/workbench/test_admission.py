@@ -100,7 +100,10 @@ def test_the_others_are_what_admission_decides(planning: Planning) -> None:
     assert [each.requests for each in decision.refused] == [(last,)]
     assert planning.planned[1].refused == (last,)
     assert f"request {last} cannot be divided" in planning.planned[1].why[0]
-    assert any("What would work: " in each for each in planning.planned[1].why)
+    works = planning.remedies.filter(pl.col("policy") == FLOOR)
+    assert works["change"].to_list() == [each.change for each in decision.remedies]
+    assert "full recompute (uniform, 1 layer)" in works["change"].to_list()
+    assert works["reserved_bytes"].max() <= planning.budget.bytes  # type: ignore[operator]
     again = Admission(small(), BUDGET).decide(planning.requests[:-1])
     assert len(again.micro_batches) == len(planning.planned[1].made)
 

@@ -4,7 +4,7 @@ import altair as alt
 import polars as pl
 
 from labkit.report.data import clean
-from labkit.report.encodings import guides, layered, looks_of, named_colour, named_shape, room_for
+from labkit.report.encodings import guides, layered, named_colour, named_shape, room_for
 from labkit.report.figure import Figure
 from labkit.report.theme import FITTING
 from labkit.workload.gpu import GIB
@@ -41,7 +41,7 @@ def micro_batches(frame: pl.DataFrame, budget_bytes: int) -> Figure:
     ]
     x = alt.X(
         "needed_gib:Q",
-        title="needed: estimated peak, margin and segments (GiB)",
+        title="needed, estimated (GiB)",
         scale=alt.Scale(zero=True, nice=False, range=room_for(30)),
         axis=alt.Axis(tickCount=6),
     )
@@ -111,10 +111,10 @@ def boundary(frame: pl.DataFrame) -> Figure:
             ),
         )
     )
-    lines = base.mark_line(strokeWidth=1.6).encode(color=named_colour("policy", looks_of(policies)))
+    lines = base.mark_line(strokeWidth=1.6).encode(color=named_colour("policy", policies))
     points = base.mark_point(filled=True, size=44, opacity=1).encode(
-        color=named_colour("policy", looks_of(policies)),
-        shape=named_shape("policy", looks_of(policies)),
+        color=named_colour("policy", policies),
+        shape=named_shape("policy", policies),
         tooltip=tooltip,
     )
     rings = (

@@ -10,7 +10,6 @@ from labkit.report.encodings import (
     SIDES,
     guides,
     layered,
-    looks_of,
     named_colour,
     named_offset,
     named_shape,
@@ -62,7 +61,7 @@ def peaks(frame: pl.DataFrame, limits: pl.DataFrame) -> Figure:
     )
     drawn = base.transform_filter("isValid(datum.peak_gib)").encode(yOffset=named_offset("plan", plans))
     points = drawn.mark_point(filled=True, size=70, opacity=1).encode(
-        x=x, color=named_colour("plan", looks_of(plans)), shape=named_shape("plan", looks_of(plans)), tooltip=tooltip
+        x=x, color=named_colour("plan", plans), shape=named_shape("plan", plans), tooltip=tooltip
     )
     values = (
         drawn.mark_text(style="note", align="left", dx=9)
@@ -215,9 +214,9 @@ def by_layer(frame: pl.DataFrame) -> Figure:
         ],
     )
     y = alt.Y("saved_mib:Q", title="off the peak if balanced (MiB)")
-    stems = base.mark_rule(strokeWidth=2).encode(y=y, y2=alt.datum(0), color=named_colour("histogram", looks_of(names)))
+    stems = base.mark_rule(strokeWidth=2).encode(y=y, y2=alt.datum(0), color=named_colour("histogram", names))
     ends = base.mark_point(filled=True, size=36, opacity=1).encode(
-        y=y, color=named_colour("histogram", looks_of(names)), shape=named_shape("histogram", looks_of(names))
+        y=y, color=named_colour("histogram", names), shape=named_shape("histogram", names)
     )
     return Figure(
         "routing-layers",
@@ -255,9 +254,9 @@ def options(frame: pl.DataFrame) -> Figure:
         scale=alt.Scale(padding=44, nice=False),
         axis=alt.Axis(tickCount=6),
     )
-    stems = base.mark_rule(strokeWidth=3).encode(x=x, x2=alt.datum(0), color=named_colour("plan", looks_of(plans)))
+    stems = base.mark_rule(strokeWidth=3).encode(x=x, x2=alt.datum(0), color=named_colour("plan", plans))
     ends = base.mark_point(filled=True, size=60, opacity=1).encode(
-        x=x, color=named_colour("plan", looks_of(plans)), shape=named_shape("plan", looks_of(plans))
+        x=x, color=named_colour("plan", plans), shape=named_shape("plan", plans)
     )
     values = [
         base.transform_filter(f"datum.change_gib {relation} 0")

@@ -115,6 +115,30 @@ def micro_batches(frame: pl.DataFrame) -> GT:
     return made.tab_source_note(f"and {left} more") if left else made
 
 
+def remedies(frame: pl.DataFrame) -> GT:
+    """What would work for the largest that each policy refuses.
+
+    Args:
+        frame: `labkit.workbench.admission.REMEDIES`.
+    """
+    sizes = ["peak_bytes", "covered_bytes", "reserved_bytes"]
+    return (
+        table(frame, "remedies")
+        .tab_spanner("It then needs, estimated, GiB", columns=sizes)
+        .fmt(number(lambda nbytes: f"{nbytes / GIB:.2f}"), columns=sizes)
+        .cols_label(
+            policy="Refused by",
+            change="Fits with",
+            peak_bytes="peak",
+            covered_bytes="with margin",
+            reserved_bytes="reserved",
+        )
+        .cols_align("left", columns=["policy", "change"])
+        .cols_align("right", columns=sizes)
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns="policy"))
+    )
+
+
 def boundary(frame: pl.DataFrame) -> GT:
     """How many sequences of a length each policy admits together, at every doubling.
 
