@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from pydantic import NonNegativeInt
 
-from labkit.ledger import Ledger, Peak, Row
+from labkit.ledger import Ledger, Peak
 from labkit.work import PhaseWork, WorkRow, by_phase, total
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
@@ -47,7 +47,18 @@ _STATE = {
 }
 
 
-def category(row: Row) -> str:
+class _Held(Protocol):
+    """What decides a category: `labkit.ledger.Row`, or as much of it as there is without rows."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def lifetime(self) -> str: ...
+
+
+def category(row: _Held) -> str:
     """The entry of `CATEGORIES` a row's bytes count to (its remainder counts to `allocator remainders`)."""
     if row.lifetime == "workspace":
         return "workspaces"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from labkit.ledger import rounded
 from labkit.memory.book import Book
@@ -22,8 +22,8 @@ from labkit.workload.kernels import learned_positions
 _LARGE = 10 * MIB
 """From here on an allocation gets a segment of its own (`kMinLargeAlloc`, c10/cuda/CUDACachingAllocator)."""
 _SEGMENT_UNIT = 2 * MIB
-_TOKEN_COUNT = rounded(DTYPE_BYTES["int32"])
-"""Of a schedule (`total_num_tokens`)."""
+TOKEN_COUNT = rounded(DTYPE_BYTES["int32"])
+"""Bytes of a schedule (`total_num_tokens`)."""
 
 
 def block(nbytes: Any) -> Any:
@@ -85,10 +85,8 @@ def outline_of(
 
     `loss` is what a caller outside the model runs, where that is not the workload's own.
     """
-    batch = None if workload.training.lora is None else workload.batch
-    rest = workload.model, workload.parallelism, workload.training
-    key = _StateKey(*rest, stage, learned_positions(workload), batch, model, workload)
-    books = _Levels(_state_changes(key, numbers.size), Meter(numbers), numbers.larger)
+    key = StateKey.of(model, workload, stage)
+    books = Levels(_state_changes(key, numbers.size), Meter(numbers), numbers.larger)
     run_steps(workload, stage, model, loss or loss_chunk(workload), books)
     books.end_phase()
     return Outline(
@@ -99,10 +97,10 @@ def outline_of(
     )
 
 
-class _Levels:
+class Levels:
     """Keeps levels where `labkit.memory.writer.Writer` keeps rows."""
 
-    def __init__(self, state: "_StateChanges", meter: Meter, larger: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, state: "StateChanges", meter: Meter, larger: Callable[[Any, Any], Any]) -> None:
         self.peaks: dict[tuple[int, str], Any] = {}
         self.between: Any = 0
         self.retained: Any = 0
@@ -120,6 +118,7 @@ class _Levels:
             self.peaks[self._now] = self._larger(self.peaks[self._now], peak) if self._now in self.peaks else peak
 
     def enter(self, iteration: int, phase: str) -> None:
+        """A phase begins."""
         self.end_phase()
         if iteration != self._iteration:
             self.between, self.retained = self._meter.level, 0
@@ -132,41 +131,51 @@ class _Levels:
         self._iteration, self._now = iteration, (iteration, phase)
 
     def set_up(self) -> None:
+        """Model, gradient buffers and optimizer are built."""
         self._meter.add(self._state.set_up)
         self._meter.taken(self._state.workspaces)
 
     def zero_gradients(self) -> None:
+        """A step begins."""
         if self._iteration:
             self._meter.add(self._state.zero_gradients)
 
     def count_tokens(self, begins: bool) -> None:
+        """A schedule begins or returns."""
         if begins:
-            self._meter.add(Change(_TOKEN_COUNT, _TOKEN_COUNT))
-            self.retained = self.retained + _TOKEN_COUNT
+            self._meter.add(Change(TOKEN_COUNT, TOKEN_COUNT))
+            self.retained = self.retained + TOKEN_COUNT
         else:
-            self._meter.add(Change(0, -_TOKEN_COUNT))
+            self._meter.add(Change(0, -TOKEN_COUNT))
 
     def keep(self, chunk: Chunk, tensor: Boundary) -> None:
+        """Variables of the schedule keep a tensor."""
         self._meter.keep(chunk, tensor)
 
     def free(self, tensor: Boundary) -> None:
+        """They let go of it."""
         self._meter.free(tensor)
 
     def forward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Forward pass of a model chunk."""
         left = self._meter.forward(chunk, index, microbatch)
         if self._now == (self._iteration, "forward") and (self._iteration, "backward") not in self.peaks:
             self.retained = self.retained + left
 
     def backward(self, chunk: Chunk, index: int, microbatch: int) -> None:
+        """Backward pass of that forward."""
         self._meter.backward(chunk, index, microbatch)
 
     def caller_lets_go(self, keys: Iterable[str] = CALLERS) -> None:
+        """The caller of the model drops what it has kept."""
         self._meter.caller_lets_go(keys)
 
     def sync_gradients(self) -> None:
+        """Gradients are reduced."""
         self._meter.add(self._state.sync_gradients)
 
     def step(self) -> None:
+        """The optimizer steps."""
         self._meter.add(self._state.first_step if self._iteration == 1 else self._state.later_step)
 
 
@@ -236,7 +245,7 @@ def _together(parts: Iterable[Alike | Block], changes: Mapping[int, Change]) -> 
     return Change(peak, net)
 
 
-class _StateChanges(NamedTuple):
+class StateChanges(NamedTuple):
     """What the acts of `State` do to the level."""
 
     set_up: Change
@@ -250,7 +259,7 @@ class _StateChanges(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _StateKey:
+class StateKey:
     """What decides the static state of a rank, and what to make it of."""
 
     model: Model
@@ -264,12 +273,23 @@ class _StateKey:
     chunks: list[Chunk] = field(compare=False)
     workload: Workload = field(compare=False)
 
+    @classmethod
+    def of(cls, model: list[Chunk], workload: Workload, stage: int) -> Self:
+        """Of a pipeline rank with these model chunks."""
+        batch = None if workload.training.lora is None else workload.batch
+        rest = workload.model, workload.parallelism, workload.training
+        return cls(*rest, stage, learned_positions(workload), batch, model, workload)
+
 
 @lru_cache(maxsize=256)
-def _state_changes(key: _StateKey, size: Callable[[Any], Any]) -> _StateChanges:
-    state, tally = State(key.chunks, key.workload, key.stage), _Tally(size)
+def _state_changes(key: StateKey, size: Callable[[Any], Any]) -> StateChanges:
+    return changes_of(State(key.chunks, key.workload, key.stage), _Tally(size).during)
+
+
+def changes_of(state: State, during: Callable[[Callable[[Book], None]], Change]) -> StateChanges:
+    """The changes of a state; `during` says what one of its acts comes to."""
     # In the order they happen: what is opened in one is closed in another.
     set_up, sync_gradients, first_step, zero_gradients, later_step = map(
-        tally.during, (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
+        during, (state.set_up, state.sync_gradients, state.step, state.zero_gradients, state.step)
     )
-    return _StateChanges(set_up, sync_gradients, first_step, zero_gradients, later_step, frozenset(state.workspaces))
+    return StateChanges(set_up, sync_gradients, first_step, zero_gradients, later_step, frozenset(state.workspaces))
