@@ -4,6 +4,7 @@
 >>> workload = labkit.Workload.load("data/workloads/moonlight-16b.yaml")
 >>> estimate = labkit.estimate(workload)  # milliseconds, no GPU, no torch
 >>> trace = labkit.trace(workload)  # real Megatron Core code over tensors without data, no GPU  # doctest: +SKIP
+>>> labkit.Explorer(workload)  # in a notebook: what other choices come to, as they are picked  # doctest: +SKIP
 >>> study = labkit.Study.load("data/studies/moonlight-16b.yaml")  # doctest: +SKIP
 """
 
@@ -11,14 +12,16 @@ TYPE_CHECKING = False
 """As `typing` has it, which is not imported here: `__main__` answers Ctrl-C only once this module is there."""
 if TYPE_CHECKING:
     from labkit.drivers.trace.driver import trace
+    from labkit.explore import Explorer
     from labkit.memory.estimate import estimate
     from labkit.study import Study
     from labkit.workload import Workload
 
 __version__ = "0.1.0"
-__all__ = ["Study", "Workload", "__version__", "estimate", "trace"]
+__all__ = ["Explorer", "Study", "Workload", "__version__", "estimate", "trace"]
 
 _HOMES = {
+    "Explorer": "labkit.explore",
     "Study": "labkit.study",
     "Workload": "labkit.workload",
     "estimate": "labkit.memory.estimate",

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from labkit.errors import InputError
 from labkit.study.matrix import stated_workloads
@@ -31,6 +31,19 @@ class Found(Part):
     """Where that was read; empty where there is no one file."""
     cells: Many[str] = ()
     """Labels of a study's cells; of a workload none."""
+
+    @classmethod
+    def of(cls, finding: Finding, cells: Sequence[str] = ()) -> Self:
+        """A finding as plain data."""
+        return cls(
+            severity=finding.severity,
+            field=finding.field,
+            reason=finding.reason,
+            remedy=finding.remedy,
+            authority=str(finding.authority),
+            authority_file=finding.authority.file,
+            cells=tuple(cells),
+        )
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
@@ -101,7 +114,7 @@ def _checked(path: Path) -> Checked:
         workload = Workload.described(mapping, path)
     except InputError as error:
         return Checked(path=str(path), kind="unreadable", problem=str(error))
-    findings = tuple(_found(finding) for finding in workload.findings)
+    findings = tuple(map(Found.of, workload.findings))
     return Checked(path=str(path), kind="workload", cells=1, findings=findings)
 
 
@@ -112,19 +125,7 @@ def _of_cells(cells: Sequence[tuple[str, Workload]]) -> Iterator[Found]:
         for finding in dict.fromkeys(workload.findings):
             where[finding].append(label)
     for finding in sorted(where, key=lambda finding: finding.severity):
-        yield _found(finding, where[finding])
-
-
-def _found(finding: Finding, cells: Sequence[str] = ()) -> Found:
-    return Found(
-        severity=finding.severity,
-        field=finding.field,
-        reason=finding.reason,
-        remedy=finding.remedy,
-        authority=str(finding.authority),
-        authority_file=finding.authority.file,
-        cells=tuple(cells),
-    )
+        yield Found.of(finding, where[finding])
 
 
 def _counted(findings: Sequence[Found]) -> str:

@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "workbench",
     },
     "report": TABLE | {"console", "report"},
+    "explore": TABLE | {"memory", "drivers", "study", "plan", "check", "report", "explore"},
     "cli": TABLE
     | {
         "console",
@@ -62,7 +63,7 @@ MAY_IMPORT = {
         "cli",
     },
     "__main__": {"cli"},
-    "__init__": TABLE | {"memory", "drivers", "study"},
+    "__init__": TABLE | {"memory", "drivers", "study", "explore"},
 }
 """Rooms (a folder or a file of labkit) and the rooms below them."""
 

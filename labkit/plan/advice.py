@@ -21,7 +21,7 @@ _NO_LABELS = Recompute(recompute_granularity="selective", recompute_modules=())
 
 
 @contextmanager
-def _rarely_collected() -> Iterator[None]:
+def rarely_collected() -> Iterator[None]:
     """Garbage is collected a hundredth as often: what is recorded is small objects that stay, looked at in vain."""
     before = gc.get_threshold()
     gc.set_threshold(100 * before[0], *before[1:])
@@ -31,7 +31,7 @@ def _rarely_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-@_rarely_collected()
+@rarely_collected()
 def advise(workload: Workload, budget: Budget | None = None, *, settings: bool = False) -> Advice:
     """Price every recompute choice of a workload and propose which to try.
 

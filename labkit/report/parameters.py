@@ -152,6 +152,13 @@ class Admission(Parameters):
     """Of the examples."""
     seed: NonNegativeInt = 1
     """Of the examples."""
+class Explore(Parameters):
+    """Parameters of `notebooks/explore.py`."""
+
+    notebook: ClassVar[str] = "explore"
+
+    workload: WorkloadFile = "moonlight-16b"
+    """A workload file, or the name of one that ships with labkit."""
 
 
 MODELS: dict[str, type[Parameters]] = {
@@ -160,6 +167,7 @@ MODELS: dict[str, type[Parameters]] = {
         Admission,
         Diagnosis,
         Estimate,
+        Explore,
         ExpertRouting,
         RecomputeStudy,
     )

@@ -99,6 +99,9 @@ FITTING = {
 DIVERGING = ("#56b4e9", "#f5f7f9", "#e69f00")
 """Below, at and above a middle; black is legible on all of it."""
 
+VERDICTS = {"right": "#009e73", "tight": "#e69f00", "wrong": "#d55e00"}
+"""Beside words that say the same: it fits, it fits without a margin, it does not fit or cannot run."""
+
 PUBLISHED_TOTAL = "published total"
 """The one category of a published figure: nobody published what holds it."""
 

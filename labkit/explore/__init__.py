@@ -1,0 +1,5 @@
+"""Memory as choices are changed, in JupyterLab: `from labkit.explore import Explorer; Explorer()`."""
+
+from labkit.explore.explorer import Explorer
+
+__all__ = ["Explorer"]

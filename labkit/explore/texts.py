@@ -1,0 +1,36 @@
+"""A workload as text to take along: a YAML file, or Python that makes it. Both give an equal workload again."""
+
+from functools import cache
+from pprint import pformat
+from typing import Any
+
+import yaml
+
+from labkit.workload import Model, Workload
+from labkit.workload.files import data_directory, model_mapping
+
+
+def as_yaml(workload: Workload) -> str:
+    """What `Workload.load` reads."""
+    return yaml.safe_dump(_mapping(workload), sort_keys=False, allow_unicode=True, width=120)
+
+
+def as_python(workload: Workload) -> str:
+    """Statements that leave it in `workload`."""
+    mapping = pformat(_mapping(workload), sort_dicts=False, width=110)
+    body = "\n".join(f"    {line}" for line in mapping.splitlines())
+    return f"from labkit import Workload\n\nworkload = Workload.from_mapping(\n{body}\n)\n"
+
+
+def _mapping(workload: Workload) -> dict[str, Any]:
+    """What it states; a model that ships with labkit by its name."""
+    mapping = workload.model_dump(mode="json", exclude_unset=True)
+    if workload.model == _shipped().get(workload.model.name):
+        mapping["model"] = workload.model.name
+    return mapping
+
+
+@cache
+def _shipped() -> dict[str, Model]:
+    names = [path.stem for path in (data_directory() / "models").glob("*.yaml")]
+    return {name: Model.model_validate(model_mapping(name, "explorer", data_directory())) for name in names}

@@ -1,0 +1,164 @@
+"""What the explorer shows of a workload, as plain data: at once from the course of a step, then settled by the ledger.
+
+Bytes stay integers, with categories in the order of every chart's stack; what is drawn through the step is in MiB.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from labkit.memory.course import Course, course
+from labkit.memory.estimate import estimate, fullest_stage, stage_peaks
+from labkit.memory.margin import margin_over
+from labkit.memory.replay import replay
+from labkit.memory.units import chunks
+from labkit.plan.advice import rarely_collected
+from labkit.report.theme import FONT, MONOSPACE, PALETTES, STACK, VERDICTS, category_colour, category_number, text_on
+from labkit.summary import CATEGORIES, Summary
+from labkit.workload import Workload
+from labkit.workload.gpu import GPUS, MIB
+
+_COMPARED = ("h100-80gb", "h200-141gb")
+PHASES = {"grad_sync": "gradient sync"}
+"""Of the ledger's phases, those that people call otherwise."""
+
+
+class Held(NamedTuple):
+    """A peak and what makes it."""
+
+    iteration: int
+    phase: str
+    nbytes: int
+    breakdown: Mapping[str, int]
+    margin_bytes: int
+    """What an estimate sets aside above it."""
+
+
+@rarely_collected()
+def picture(workload: Workload) -> dict[str, Any]:
+    """Everything that is shown of a workload that can run, within a tenth of a second.
+
+    The peak is in blocks of fresh segments: `settled` has those that cached ones give, usually less than 1 % away.
+    """
+    stage = fullest_stage(workload)
+    found = course(workload, stage)
+    peak, layout = found.peak, workload.parallelism
+    margin = margin_over(workload, found.phases, found.set_up_bytes)
+    return {
+        "hash": workload.content_hash,
+        "name": workload.model.name,
+        "layout": layout_words(workload),
+        "recompute": workload.recompute.label,
+        "seq_length": workload.batch.seq_length,
+        "micro_batch_size": workload.batch.micro_batch_size,
+        "stage": stage,
+        "rank": layout.first_rank(stage),
+        "stages": [[each.stage, each.layers, each.peak_tensor_bytes] for each in stage_peaks(workload)],
+        "dp": layout.dp,
+        "microbatches": workload.num_microbatches,
+        "replay_ms": round(1e3 * replay(chunks(workload, stage), workload).seconds, 2),
+        "timeline": _timeline(found),
+        **_figures(workload, Held(peak.iteration, peak.phase, peak.bytes, peak.breakdown, margin)),
+        "reserved": None,
+        "settled": False,
+    }
+
+
+def settled(workload: Workload) -> dict[str, Any]:
+    """The parts of the picture that the ledger says better: as `labkit.estimate`, in a second or so."""
+    summary = estimate(workload).summary
+    return {
+        "hash": workload.content_hash,
+        **_figures(workload, held_of(summary)),
+        "reserved": summary.peak_reserved_bytes,
+        "settled": True,
+        "warnings": list(summary.warnings),
+    }
+
+
+def held_of(summary: Summary) -> Held:
+    """The peak of an estimate or a trace."""
+    parts = {share.category: share.bytes for share in summary.breakdown}
+    nbytes, margin = summary.peak_allocated_bytes, summary.margin_bytes
+    return Held(summary.peak_iteration, summary.peak_phase, nbytes, parts, margin)
+
+
+def stacked(breakdown: Mapping[str, int]) -> list[list[Any]]:
+    """[category, bytes] in the order of the stack."""
+    return [[name, breakdown[name]] for name in STACK if breakdown.get(name)]
+
+
+def _figures(workload: Workload, held: Held) -> dict[str, Any]:
+    return {
+        "peak": held.nbytes,
+        "iteration": held.iteration,
+        "phase": PHASES.get(held.phase, held.phase),
+        "held": stacked(held.breakdown),
+        "margin": held.margin_bytes,
+        "fits": list(_fits(workload, held)),
+    }
+
+
+def _fits(workload: Workload, held: Held) -> Iterator[dict[str, Any]]:
+    """The workload's own GPU first, then those that are always compared."""
+    for key in dict.fromkeys((workload.training.gpu, *_COMPARED)):
+        memory = GPUS[key].total_memory_bytes
+        covered = held.nbytes + held.margin_bytes
+        verdict = "fits" if covered < memory else "tight" if held.nbytes < memory else "no"
+        yield {"gpu": key, "name": GPUS[key].name, "memory": memory, "verdict": verdict, "room": memory - covered}
+
+
+def layout_words(workload: Workload) -> str:
+    """`8 GPUs, TP 2, EP 8, DP 4`: the sizes that divide something."""
+    layout = workload.parallelism
+    sizes = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "VPP": layout.vpp, "EP": layout.ep, "DP": layout.dp}
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if layout.ep > 1 and layout.etp != layout.tp:
+        words.insert(-1 if layout.dp > 1 else len(words), f"ETP {layout.etp}")
+    return ", ".join([f"{layout.world_size} GPU{'s' if layout.world_size > 1 else ''}", *words])
+
+
+def _timeline(found: Course) -> dict[str, Any]:
+    """MiB by category, positions in ten-thousandths of the step."""
+    present = [place for place, name in enumerate(CATEGORIES) if any(held[place] for held in found.holdings)]
+    present.sort(key=lambda place: STACK.index(CATEGORIES[place]))
+    return {
+        "iteration": max(found.peak.iteration, 1),
+        "categories": [CATEGORIES[place] for place in present],
+        "at": [round(1e4 * position) for position in found.positions],
+        "mib": [[round(held[place] / MIB) for held in found.holdings] for place in present],
+        "phases": [
+            [PHASES.get(each.phase, each.phase), round(1e4 * each.start), round(1e4 * each.end)]
+            for each in found.stretches
+        ],
+    }
+
+
+def theme() -> dict[str, Any]:
+    """The colours of every chart, with the number of each category and what is readable on it."""
+    return {
+        "palettes": {mode: palette._asdict() for mode, palette in PALETTES.items()},
+        "verdicts": VERDICTS,
+        "fonts": {"font": FONT, "mono": MONOSPACE},
+        "categories": {
+            name: {
+                "number": category_number(name),
+                "colour": category_colour(name),
+                "ink": text_on(category_colour(name)),
+            }
+            for name in STACK
+        },
+    }
+
+
+def listed(findings: Sequence[Any]) -> list[dict[str, str]]:
+    """Findings in the words of `labkit check`."""
+    return [
+        {
+            "severity": each.severity,
+            "field": each.field,
+            "reason": each.reason,
+            "remedy": each.remedy,
+            "authority": f"{each.authority} ({each.authority_file})" if each.authority_file else each.authority,
+        }
+        for each in findings
+    ]
