@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "workbench",
     },
     "report": TABLE | {"console", "report"},
-    "explore": TABLE | {"memory", "drivers", "study", "plan", "check", "report", "explore"},
+    "explore": TABLE | {"memory", "drivers", "study", "plan", "check", "starters", "report", "explore"},
     "cli": TABLE
     | {
         "console",

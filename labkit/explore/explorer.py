@@ -67,6 +67,8 @@ class Explorer(anywidget.AnyWidget):
         """What the picture is of."""
         self._lock = threading.Lock()
         """Of what is shown."""
+        self._settler = threading.Lock()
+        """One ledger at a time: it takes a second of the kernel's turns."""
         self._confirmation = Confirmation(self._told)
         super().__init__()
         self.options = {**controls(), "starts": self._starts.listed, "theme": theme()}
@@ -136,12 +138,14 @@ class Explorer(anywidget.AnyWidget):
 
     def _settle(self) -> None:
         """Give the picture the ledger's figures, unless another has come meanwhile."""
-        shown = self._shown
-        assert shown is not None  # the start can run
-        found = _settled(shown)
-        with self._lock:
-            if self._shown is shown and not self.picture["settled"]:
-                self.picture = {**self.picture, **found}
+        with self._settler:
+            shown, picture = self._shown, self.picture
+            if shown is None or picture["settled"]:
+                return
+            found = _settled(shown)
+            with self._lock:
+                if self._shown is shown:
+                    self.picture = {**self.picture, **found}
 
     def _told(self, state: dict[str, Any]) -> None:
         self.tracing = state

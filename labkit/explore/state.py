@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from labkit.check import Found
 from labkit.errors import InputError, nearest
-from labkit.explore.layouts import first_layout
+from labkit.starters.workload import starting_workload
 from labkit.workload import RECOMPUTE_MODULES, Workload
-from labkit.workload.files import data_directory, model_mapping
+from labkit.workload.files import data_directory
 from labkit.workload.workload import shown
 
 GIVEN = "given"
@@ -159,7 +159,7 @@ def _names(folder: Any) -> list[str]:
 def _shipped(kind: str, name: str) -> Workload:
     if kind == "workloads":
         return Workload.load(data_directory() / "workloads" / f"{name}.yaml")
-    return first_layout(model_mapping(name, "explorer", data_directory()))
+    return starting_workload(name)
 
 
 class Picked(NamedTuple):

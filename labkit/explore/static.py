@@ -18,8 +18,7 @@ _NARROWEST = 3.5
 
 _PAGE = Markup(
     '<div class="lk-explorer-static" style="font: 14px/1.5 system-ui, sans-serif; color: {ink}; max-width: 46rem">'
-    '<p style="margin: 0 0 0.2rem"><strong dir="auto">{name}</strong>, {layout}, sequence length {seq_length}, '
-    "micro-batch {micro}, recompute {recompute}</p>"
+    '<p style="margin: 0 0 0.2rem"><strong dir="auto">{name}</strong>. {layout}. {batch}. Recompute: {recompute}.</p>'
     '<p style="margin: 0 0 0.5rem; color: {muted}">Peak '
     '<strong style="color: {ink}; font-size: 1.25em">{peak}</strong> '
     "allocated (estimated), in {phase} of step {iteration}, on rank {rank}{stage}. A margin of {margin} is set aside "
@@ -58,8 +57,7 @@ def static_html(picture: Mapping[str, Any]) -> str:
         right=_RIGHT,
         name=picture["name"],
         layout=picture["layout"],
-        seq_length=f"{picture['seq_length']:,}",
-        micro=picture["micro_batch_size"],
+        batch=picture["batch"],
         recompute=picture["recompute"],
         peak=gib(peak),
         phase=picture["phase"],
@@ -111,6 +109,6 @@ def static_text(picture: Mapping[str, Any]) -> str:
     """The same in a line or two."""
     fits = ", ".join(f"{VERDICTS[each['verdict']]} on {each['name']}" for each in picture["fits"])
     return (
-        f"{picture['name']}, {picture['layout']}, recompute {picture['recompute']}: peak {gib(picture['peak'])} "
-        f"(estimated) in {picture['phase']}; {fits}"
+        f"{picture['name']}, {picture['layout']}; {picture['batch']}; recompute {picture['recompute']}: "
+        f"peak {gib(picture['peak'])} (estimated) in {picture['phase']}; {fits}"
     )

@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from labkit.memory.course import Course, course
-from labkit.memory.estimate import estimate, fullest_stage, stage_peaks
+from labkit.memory.estimate import estimate, stage_peaks
 from labkit.memory.margin import margin_over
+from labkit.memory.outline import outline
 from labkit.memory.replay import replay
 from labkit.memory.units import chunks
 from labkit.plan.advice import rarely_collected
+from labkit.report.heading import workload_facts
 from labkit.report.theme import FONT, MONOSPACE, PALETTES, STACK, VERDICTS, category_colour, category_number, text_on
 from labkit.summary import CATEGORIES, Summary
 from labkit.workload import Workload
 from labkit.workload.gpu import GPUS, MIB
+from labkit.workload.stages import fullest_stages, stage_layers
 
 _COMPARED = ("h100-80gb", "h200-141gb")
 PHASES = {"grad_sync": "gradient sync"}
@@ -37,23 +40,23 @@ class Held(NamedTuple):
 def picture(workload: Workload) -> dict[str, Any]:
     """Everything that is shown of a workload that can run, within a tenth of a second.
 
-    The peak is in blocks of fresh segments: `settled` has those that cached ones give, usually less than 1 % away.
+    The peak is in blocks of fresh segments: `settled` has those that cached ones give, usually less than 1 % away, and
+    the stages that cannot be the fullest.
     """
-    stage = fullest_stage(workload)
+    peaks = {stage: outline(workload, stage).peak_bytes for stage in fullest_stages(workload)}
+    stage = max(peaks, key=peaks.__getitem__)
     found = course(workload, stage)
-    peak, layout = found.peak, workload.parallelism
+    peak, layout, facts = found.peak, workload.parallelism, workload_facts(workload)
     margin = margin_over(workload, found.phases, found.set_up_bytes)
     return {
         "hash": workload.content_hash,
         "name": workload.model.name,
-        "layout": layout_words(workload),
+        "layout": facts["Layout"],
+        "batch": facts["Batch"],
         "recompute": workload.recompute.label,
-        "seq_length": workload.batch.seq_length,
-        "micro_batch_size": workload.batch.micro_batch_size,
         "stage": stage,
         "rank": layout.first_rank(stage),
-        "stages": [[each.stage, each.layers, each.peak_tensor_bytes] for each in stage_peaks(workload)],
-        "dp": layout.dp,
+        "stages": _stages(workload, peaks),
         "microbatches": workload.num_microbatches,
         "replay_ms": round(1e3 * replay(chunks(workload, stage), workload).seconds, 2),
         "timeline": _timeline(found),
@@ -71,8 +74,19 @@ def settled(workload: Workload) -> dict[str, Any]:
         **_figures(workload, held_of(summary)),
         "reserved": summary.peak_reserved_bytes,
         "settled": True,
+        "stages": _stages(workload, {each.stage: each.peak_tensor_bytes for each in stage_peaks(workload)}),
         "warnings": list(summary.warnings),
     }
+
+
+def _stages(workload: Workload, peaks: Mapping[int, int]) -> list[list[int | None]]:
+    """[stage, layers, bytes of tensors] of each stage of a pipeline; None where a stage's peak is not there."""
+    if workload.parallelism.pp == 1:
+        return []
+    return [
+        [stage, sum(map(len, stage_layers(workload, stage))), peaks.get(stage)]
+        for stage in range(workload.parallelism.pp)
+    ]
 
 
 def held_of(summary: Summary) -> Held:
@@ -105,16 +119,6 @@ def _fits(workload: Workload, held: Held) -> Iterator[dict[str, Any]]:
         covered = held.nbytes + held.margin_bytes
         verdict = "fits" if covered < memory else "tight" if held.nbytes < memory else "no"
         yield {"gpu": key, "name": GPUS[key].name, "memory": memory, "verdict": verdict, "room": memory - covered}
-
-
-def layout_words(workload: Workload) -> str:
-    """`8 GPUs, TP 2, EP 8, DP 4`: the sizes that divide something."""
-    layout = workload.parallelism
-    sizes = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "VPP": layout.vpp, "EP": layout.ep, "DP": layout.dp}
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    if layout.ep > 1 and layout.etp != layout.tp:
-        words.insert(-1 if layout.dp > 1 else len(words), f"ETP {layout.etp}")
-    return ", ".join([f"{layout.world_size} GPU{'s' if layout.world_size > 1 else ''}", *words])
 
 
 def _timeline(found: Course) -> dict[str, Any]:

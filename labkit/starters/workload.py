@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from labkit.errors import InputError
 from labkit.memory.outline import outline
-from labkit.memory.parameters import parameter_count
+from labkit.memory.units import chunks
+from labkit.memory.weights import weights
 from labkit.starters.text import MARK, comment, documented, entry, inline
-from labkit.workload import RECOMPUTE_MODULES, Batch, Parallelism, Recompute, Routing, Training, Workload
+from labkit.workload import RECOMPUTE_MODULES, Batch, Model, Parallelism, Recompute, Routing, Training, Workload
 from labkit.workload.base import Part
 from labkit.workload.files import model_mapping
 from labkit.workload.gpu import GPUS, gib
@@ -27,6 +28,8 @@ _USED = 0.9
 """Of a GPU's memory at most, so that there is room for what the user changes."""
 _STATE_BYTES = 12
 """Of a parameter at least, over all ranks: itself in fp32 and Adam's two moments."""
+_RANK_BYTES = 4
+"""Of a parameter at least, on each rank that has it: itself and its gradient in bf16."""
 _KERNELS: tuple[dict[str, Any], ...] = (
     {},
     {"bias_activation_fusion": False},
@@ -64,6 +67,15 @@ def workload_starter(model: str, reference: str, path: Path) -> str:
     return "\n".join(_Starter(model, reference, path).lines()) + "\n"
 
 
+def starting_workload(model: str) -> Workload:
+    """What that file says: a model in `data/models` on as few GPUs as an estimate finds to do, in tenths of a second.
+
+    Raises:
+        InputError: no such model, or no layout is known in which it can run.
+    """
+    return _Starter(model, model, Path(f"{model}.yaml")).workload
+
+
 class _Starter:
     """Writes one."""
 
@@ -72,6 +84,11 @@ class _Starter:
         self._model = model_mapping(model, "labkit new workload", Path())
         self._gpu = next(iter(GPUS))
         self._mapping, self._peak_bytes = self._smallest()
+
+    @property
+    def workload(self) -> Workload:
+        """What the file says."""
+        return self._read(self._mapping)
 
     def lines(self) -> Iterator[str]:
         """The file, line by line."""
@@ -152,14 +169,14 @@ class _Starter:
         most = _USED * GPUS[self._gpu].total_memory_bytes
         kernels = self._kernels()
         ranks = 1
-        count = parameter_count(self._read(self._described(_layout(1, 1, 1, None), kernels)).model)
-        while ranks * most < _STATE_BYTES * count:
+        count = _Count.of(self._read(self._described(_layout(1, 1, 1, None), kernels)).model)
+        while ranks * most < _STATE_BYTES * (count.dense + count.expert):
             ranks *= 2
         while ranks <= _MOST_RANKS:
             for layout in self._layouts(ranks):
                 mapping = self._described(layout, kernels)
                 workload = self._read(mapping)
-                if not workload.findings:
+                if count.state_bytes(workload.parallelism) <= most and not workload.findings:
                     peak = max(outline(workload, stage).peak_bytes for stage in {0, workload.parallelism.pp - 1})
                     if peak <= most:
                         return mapping, peak
@@ -201,6 +218,35 @@ class _Starter:
             return not self._read({**self._mapping, **changes}).findings
         except InputError:
             return False
+
+
+class _Count(NamedTuple):
+    """Elements of a model's parameters."""
+
+    dense: int
+    expert: int
+    """Of those that expert-parallel ranks divide."""
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """As `labkit.memory.parameters.parameter_count` counts them."""
+        whole = Workload(
+            model=model, parallelism=Parallelism(world_size=1), batch=Batch(seq_length=_SEQ_LENGTH, global_batch_size=1)
+        )
+        counted = [0, 0]
+        for block in (block for chunk in chunks(whole, 0) for block in weights(chunk)):
+            for part in block.flat:
+                counted[".experts." in part.parameter.name] += part.numel * len(part.numbers) * len(block.repeats)
+        return cls(*counted)
+
+    def state_bytes(self, layout: Parallelism) -> float:
+        """What a rank holds between steps at least, on the average of the stages."""
+        ranks = layout.tp * layout.pp, layout.etp * layout.ep * layout.pp
+        copies = max(layout.dp, 1) * layout.cp, max(layout.edp, 1)
+        return sum(
+            count / divided * (_RANK_BYTES + _STATE_BYTES / times)
+            for count, divided, times in zip(self, ranks, copies, strict=True)
+        )
 
 
 def _selective(label: str) -> dict[str, Any]:

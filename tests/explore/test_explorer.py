@@ -149,7 +149,7 @@ def test_in_a_report_stands_the_static_page_alone(explorer: Explorer) -> None:
     assert f"{peak / 2**30:.2f} GiB" in page
     for part in ("model_id", "_esm", "anywidget", "addEventListener('change', paint)"):
         assert part not in page
-    assert data["text/plain"].startswith("small, 4 GPUs")
+    assert data["text/plain"].startswith("small, 4 GPUs: TP 2")
 
 
 def json_round_trip(notebook: Any) -> Any:

@@ -450,7 +450,7 @@ class Picture {
     const digits = picture.settled ? 3 : 2;
     this.title.replaceChildren(
       element("strong", { dir: "auto" }, shortened(picture.name)),
-      `, ${picture.layout}, recompute ${picture.recompute}, ${picture.microbatches} micro-batch${picture.microbatches === 1 ? "" : "es"} a step`,
+      `. ${picture.layout}. ${picture.batch}, in ${picture.microbatches} micro-batch${picture.microbatches === 1 ? "" : "es"} on each rank. Recompute: ${picture.recompute}.`,
     );
     this.peak.dataset.bytes = picture.peak;
     this.peak.dataset.settled = picture.settled;
@@ -467,11 +467,11 @@ class Picture {
 
   showStages({ stages, stage }) {
     this.stages.hidden = !stages.length;
-    const most = Math.max(...stages.map(([, , bytes]) => bytes), 1);
+    const most = Math.max(...stages.map(([, , bytes]) => bytes ?? 0), 1);
     const rows = stages.flatMap(([number, layers, bytes]) => [
       element("b", {}, `stage ${number} (${layers} layer${layers === 1 ? "" : "s"})`),
-      element("i", { style: { width: percent(bytes, most) }, "data-fullest": number === stage }),
-      element("span", {}, gib(bytes)),
+      element("i", { style: { width: percent(bytes ?? 0, most) }, "data-fullest": number === stage }),
+      element("span", {}, bytes === null ? "…" : gib(bytes)),
     ]);
     const shown = element("div", { class: "lk-stages", tabindex: stages.length > 12 ? 0 : null }, ...rows);
     this.stages.replaceChildren(element("h4", {}, "Peak of each pipeline stage (GiB of tensors, estimated)"), shown);
