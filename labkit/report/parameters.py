@@ -152,6 +152,8 @@ class Admission(Parameters):
     """Of the examples."""
     seed: NonNegativeInt = 1
     """Of the examples."""
+
+
 class Explore(Parameters):
     """Parameters of `notebooks/explore.py`."""
 
