@@ -56,6 +56,15 @@ tables.decision(results.decision)
 prose.failures(results.cells)
 
 # %% [markdown]
+# ## What memory costs
+#
+# A choice is worth its place if nothing saves as much for less replay: those are filled and joined. For each of the
+# others there is a cheaper one that saves as much.
+
+# %%
+charts.tradeoff(results.tradeoff)
+
+# %% [markdown]
 # ## What was asked
 
 # %%
@@ -84,7 +93,7 @@ charts.differences(results.cells)
 # ## What holds the peak
 
 # %%
-charts.holdings(results.breakdown)
+charts.holdings(results.breakdown, results.cells)
 
 # %% [markdown]
 # ## How the peak comes about

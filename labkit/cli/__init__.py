@@ -99,6 +99,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
         studies.report,
         examples("labkit report study.yaml", "labkit report recompute_study -p mine.yaml -o mine.html"),
     ),
+    (MANY, studies.index, examples("labkit index", "labkit index shared/reports")),
     (MANY, studies.notebook, examples("labkit notebook recompute_study -p runs.yaml -o runs --workers 2")),
     (
         CAUSES,

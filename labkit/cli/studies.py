@@ -20,11 +20,13 @@ from labkit.cli.options import (
     path_of,
 )
 from labkit.cli.output import check_output, say, show, warn
-from labkit.errors import InputError
+from labkit.errors import InputError, LabkitError
 
 if TYPE_CHECKING:
     from labkit.study import Study
 
+_FIGURES = Path("figures")
+"""Where reports go unless told otherwise."""
 study_app = typer.Typer(cls=Commands, help="Run matched studies, and see where they stand.")
 
 
@@ -167,7 +169,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Run what is missing of a study, or a notebook, and write its report: one self-contained HTML file."""
+    """Run what is missing of a study, or a notebook, and write its report: one self-contained HTML file.
+
+    In the default place, `figures/index.html` is then a page over all reports there.
+    """
     if output is not None:
         check_output(output, source, parameters)
     if source.suffix in (".yaml", ".yml"):
@@ -182,12 +187,14 @@ def _report_study(study: Path, output: Path | None) -> None:
     from labkit.report.files import check_output as check_report
 
     opened = open_study(study, None)
-    output = output or Path("figures") / f"{opened.name}.html"
-    check_report(output)
+    place = output or _FIGURES / f"{opened.name}.html"
+    check_report(place)
     status = opened.run()
     from labkit.report.document import study_report
 
-    say(f"{study_report(study, output)}: {status.sentence}")
+    say(f"{study_report(study, place)}: {status.sentence}")
+    if output is None:
+        _list_reports()
     if status.count("failed"):
         raise typer.Exit(1)
 
@@ -202,7 +209,28 @@ def _report_notebook(notebook: Path, parameters: Path | None, output: Path | Non
     if len(runs) > 1:
         raise InputError(f"{parameters}: lists {len(runs)} runs; a report is of one (labkit notebook runs them all)")
     name = source.stem if parameters is None else f"{source.stem}-{parameters.stem}"
-    say(write_report(source, runs[0], output or Path("figures") / f"{name}.html"))
+    say(write_report(source, runs[0], output or _FIGURES / f"{name}.html"))
+    if output is None:
+        _list_reports()
+
+
+def _list_reports() -> None:
+    """Renew the index of the default place; one that is somebody else's page stays, and the report is made anyway."""
+    from labkit.report.index import write_index
+
+    try:
+        say(write_index(_FIGURES))
+    except LabkitError as error:
+        warn(str(error))
+
+
+def index(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_of, help="Where the reports are.")] = _FIGURES,
+) -> None:
+    """Write a page over the reports in a folder: what each is, when it was made, and its key facts."""
+    from labkit.report.index import write_index
+
+    say(write_index(folder))
 
 
 def notebook(

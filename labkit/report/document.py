@@ -49,9 +49,11 @@ def write_report(source: Path, parameters: Mapping[str, Any], output: Path) -> P
     check_output(output)
     executed, failed = output.with_suffix(".executed.ipynb"), output.with_suffix(".failed.ipynb")
     run = execute(source, parameters, failed)
-    made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"
+    now = datetime.now(UTC)
+    made = f"{now:%Y-%m-%d %H:%M} UTC, labkit {labkit.__version__}"
     facts = (*run.heading.facts, Fact(name="Report made", value=made))
-    heading = run.heading.model_copy(update={"facts": facts})
+    about = {"facts": facts, "kind": source.stem.replace("_", " "), "made_at": now.isoformat(timespec="seconds")}
+    heading = run.heading.model_copy(update=about)
     try:
         write_atomically(executed, nbformat.writes(run.notebook))
         write_atomically(output, render(run.notebook, heading))

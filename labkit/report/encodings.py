@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import altair as alt
 import polars as pl
 
-from labkit.report.data import clean, display_labels, relabelled
+from labkit.report.data import OUTCOMES, clean, display_labels, relabelled
 from labkit.report.theme import LOOKS, SOURCES, Look, category_colour, category_number
 from labkit.workload.gpu import GIB, MIB
 
@@ -159,6 +159,46 @@ def rows_data(rows: pl.DataFrame | list[dict[str, Any]]) -> alt.InlineData:
 def room_for(pixels: int) -> list[Any]:
     """The range of a horizontal scale that leaves room for labels at its right end."""
     return [0, {"expr": f"max(40, width - {pixels})"}]
+
+
+def in_words(names: Iterable[str]) -> str:
+    """`a, b and c`.
+
+    >>> in_words(["estimated", "traced", "published"])
+    'estimated, traced and published'
+    """
+    *most, last = [*names] or ["nothing"]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def sources_in_words(rows: pl.DataFrame) -> str:
+    """Where the figures of these rows come from, as a caption says it."""
+    return in_words(_sources(rows))
+
+
+def problem_marks(base: alt.Chart) -> alt.Chart:
+    """In place of a figure that is missing: its source and why (column `problem`; `failure` when pointed at)."""
+    layer: alt.Chart = (
+        base.transform_filter("datum.problem")
+        .transform_calculate(text="datum.source + ': ' + datum.problem")
+        .mark_text(style="note", align="left", dx=4)
+        .encode(
+            x=alt.value(0),
+            text="text:N",
+            tooltip=[
+                alt.Tooltip("candidate:N", title="recompute"),
+                alt.Tooltip("text:N", title="outcome"),
+                alt.Tooltip("failure:N", title="failure"),
+            ],
+        )
+        .properties(name="note_problems")
+    )
+    return layer
+
+
+def problem() -> pl.Expr:
+    """Of an `outcome` other than ok, what it means."""
+    return pl.when(pl.col("outcome") != "ok").then(pl.col("outcome").replace(OUTCOMES))
 
 
 def layered(layers: list[Any], data: pl.DataFrame | list[dict[str, Any]], title: str, height: int) -> alt.LayerChart:

@@ -32,8 +32,9 @@ class Heading(Part):
     facts: Many[Fact] = ()
     """What was run, by what, when."""
 
+    kind: str = ""
+    """What the report is, `recompute study`, and when it was written, ISO 8601 in UTC: known to who writes it."""
     made_at: str = ""
-    """When the report was written, ISO 8601 in UTC; a notebook leaves it empty."""
 
     @classmethod
     def of_facts(cls, title: str, description: str, facts: Mapping[str, str]) -> Self:

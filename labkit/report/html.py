@@ -9,10 +9,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
-from jinja2 import Environment, StrictUndefined
 from latex2mathml.converter import convert as mathml
 from markupsafe import Markup
 from nbconvert.filters import Highlight2HTML, strip_ansi
@@ -22,33 +20,35 @@ from nbformat import NotebookNode
 from labkit.report.bundle import vega_bundle
 from labkit.report.figure import VEGALITE
 from labkit.report.heading import Heading
-from labkit.report.theme import FONT, MONOSPACE, css_variables, vega_config
+from labkit.report.page import asset, page, trusted, visible
+from labkit.report.theme import vega_config
+
+ABOUT: Final = "labkit-report"
+"""Name of the `meta` element that holds a report's heading as JSON, for `labkit.report.index`."""
+GENERATOR: Final = "labkit"
 
 
 def render(notebook: NotebookNode, heading: Heading) -> str:
     """The report of an executed notebook (nbformat 4), its first-level headings left to `heading`."""
     contents: list[tuple[str, str]] = []
     markdown = MarkdownWithMath(renderer=_Markdown(contents))
-    blocks = [block for cell in notebook.cells for block in _cell(cell, markdown)]
-    script, bundle = _asset("report.js"), vega_bundle()
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
-        _asset("report.html.j2")
-    )
-    return page.render(
-        title=heading.title,
-        description=heading.description,
-        facts=heading.facts,
-        contents=contents,
+    blocks = [trusted(visible(block)) for cell in notebook.cells for block in _cell(cell, markdown, contents)]
+    script, bundle = asset("report.js"), vega_bundle()
+    return page(
+        "report.html.j2",
+        generator=GENERATOR,
+        about_name=ABOUT,
+        about=heading.model_dump_json(),
+        kind=visible(heading.kind),
+        title=visible(heading.title),
+        description=visible(heading.description),
+        facts=[{"name": visible(fact.name), "value": visible(fact.value)} for fact in heading.facts],
+        contents=[(identifier, visible(text)) for identifier, text in contents],
         blocks=blocks,
-        light=_trusted(css_variables("light")),
-        dark=_trusted(css_variables("dark")),
-        font=_trusted(FONT),
-        monospace=_trusted(MONOSPACE),
-        css=_trusted(_asset("report.css")),
         themes=_json({"light": vega_config("light"), "dark": vega_config("dark")}),
-        bundle=_trusted(bundle),
-        script=_trusted(script),
-        script_hashes=_trusted(f"{_hash(bundle)} {_hash(script)}"),
+        bundle=trusted(bundle),
+        script=trusted(script),
+        script_hashes=trusted(f"{_hash(bundle)} {_hash(script)}"),
     )
 
 
@@ -65,7 +65,7 @@ class _Markdown(IPythonRenderer):  # type: ignore[misc]
         if level > 2:
             return f"<h{level}>{text}</h{level}>\n"
         identifier = f"section-{len(self._contents) + 1}"
-        self._contents.append((identifier, _trusted(text).striptags()))
+        self._contents.append((identifier, trusted(text).striptags()))
         return f'<h2 id="{identifier}">{text}</h2>\n'
 
     def inline_math(self, body: str) -> str:
@@ -75,17 +75,18 @@ class _Markdown(IPythonRenderer):  # type: ignore[misc]
         return str(mathml(body, display="block"))
 
 
-def _cell(cell: NotebookNode, markdown: MarkdownWithMath) -> list[Markup]:
+def _cell(cell: NotebookNode, markdown: MarkdownWithMath, contents: list[tuple[str, str]]) -> list[Markup]:
     if cell.cell_type == "markdown":
-        return [_trusted(markdown(cell.source))]
+        return [trusted(markdown(cell.source))]
     if cell.cell_type != "code" or not cell.source.strip():
         return []
-    code = _trusted(Highlight2HTML(pygments_lexer="python")(cell.source))
+    code = trusted(Highlight2HTML(pygments_lexer="python")(cell.source))
     blocks = [Markup('<details class="lk-code"><summary>Code</summary>{}</details>').format(code)]
-    return blocks + [block for output in cell.outputs if (block := _output(output, markdown))]
+    section = contents[-1][1] if contents else ""
+    return blocks + [block for output in cell.outputs if (block := _output(output, markdown, section))]
 
 
-def _output(output: NotebookNode, markdown: MarkdownWithMath) -> Markup:
+def _output(output: NotebookNode, markdown: MarkdownWithMath, section: str) -> Markup:
     if output.output_type == "stream":
         return Markup('<pre class="lk-stream">{}</pre>').format(strip_ansi(output.text))
     if output.output_type == "error":
@@ -94,8 +95,8 @@ def _output(output: NotebookNode, markdown: MarkdownWithMath) -> Markup:
     data: Mapping[str, Any] = output.data
     makers: dict[str, Callable[[Any], Markup]] = {
         VEGALITE: _figure,
-        "text/html": _shown,
-        "text/markdown": lambda text: _shown(markdown(text)),
+        "text/html": lambda html: _shown(html, section),
+        "text/markdown": lambda text: _shown(markdown(text), section),
         "image/png": _image,
         "text/plain": Markup("<pre>{}</pre>").format,
     }
@@ -108,15 +109,19 @@ def _image(png: str) -> Markup:
     )
 
 
-def _shown(content: str) -> Markup:
-    # Wide tables scroll in their own box, which the keyboard must be able to reach.
-    kind = ' role="group" aria-label="Table" tabindex="0"' if "<table" in content else ""
-    return Markup('<div class="lk-output"{}>{}</div>').format(_trusted(kind), _trusted(content))
+_TABLE = Markup(' role="group" aria-label="{}" tabindex="0"')
+"""Wide tables scroll in their own box, which the keyboard must be able to reach."""
+
+
+def _shown(content: str, section: str) -> Markup:
+    kind = _TABLE.format(f"Table: {section}" if section else "Table") if "<table" in content else ""
+    return Markup('<div class="lk-output"{}>{}</div>').format(kind, trusted(content))
 
 
 _FIGURE = Markup(
     '<figure class="lk-figure" id="{name}"><div class="lk-chart"></div>'
     '<figcaption><p>{caption}</p><span class="lk-exports">{buttons}</span></figcaption>'
+    '<details class="lk-data"><summary>Data</summary></details>'
     '<script type="application/json">{spec}</script></figure>'
 )
 _BUTTON = Markup('<button type="button" data-kind="{kind}" title="Save the {what} of this chart">{label}</button>')
@@ -136,17 +141,8 @@ def _figure(spec: Mapping[str, Any]) -> Markup:
 def _json(value: object) -> Markup:
     """JSON for a script element: nothing in it can end the element or open another."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _trusted(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _trusted(text: str) -> Markup:
-    """Text that is HTML already: labkit's own files, what a renderer has escaped, or a notebook's HTML output."""
-    return Markup(text)  # noqa: S704 (the one place where text becomes HTML unescaped)
+    return trusted(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _asset(name: str) -> str:
-    return (files("labkit.report") / "assets" / name).read_text(encoding="utf-8")

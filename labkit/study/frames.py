@@ -84,6 +84,19 @@ RANKS = {
     "peak_phase": pl.String,
     "peak_reserved_bytes": pl.Int64,
 }
+TRADEOFF = {
+    "candidate": pl.String,
+    "setting": pl.String,
+    "is_control": pl.Boolean,
+    "outcome": pl.String,
+    "evidence": pl.String,
+    "replay_source": pl.String,
+    "saved_bytes": pl.Int64,
+    "replay_seconds": pl.Float64,
+    "rank": pl.Int64,
+    "unbeaten": pl.Boolean,
+}
+"""`unbeaten`: nothing of its setting saves as much for less replay, or more for the same; null without both figures."""
 CONTRACT = {
     "candidate": pl.String,
     "source": pl.String,
@@ -358,6 +371,27 @@ class _Profile:
 
     def _first_at_or_after(self, clock: int) -> int:
         return next((index for index, at in enumerate(self.clocks) if at >= clock), len(self.clocks))
+
+
+def tradeoff(decision: pl.DataFrame) -> pl.DataFrame:
+    """What each choice saves and what its replay costs, columns `TRADEOFF`, of a `decision` frame."""
+    rows = decision.to_dicts()
+    for row in rows:
+        rivals = [each for each in rows if each["setting"] == row["setting"] and _is_priced(each)]
+        row["unbeaten"] = not any(_beats(each, row) for each in rivals) if _is_priced(row) else None
+    return pl.DataFrame(rows, schema_overrides=TRADEOFF, infer_schema_length=None).select(
+        pl.col(name).cast(kind) for name, kind in TRADEOFF.items()
+    )
+
+
+def _is_priced(row: dict[str, Any]) -> bool:
+    return row["saved_bytes"] is not None and row["replay_seconds"] is not None
+
+
+def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    better = one["saved_bytes"] >= other["saved_bytes"] and one["replay_seconds"] <= other["replay_seconds"]
+    alike = one["saved_bytes"] == other["saved_bytes"] and one["replay_seconds"] == other["replay_seconds"]
+    return better and not alike
 
 
 def ranks(results: "Results") -> pl.DataFrame:

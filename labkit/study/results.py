@@ -85,6 +85,13 @@ class Results:
         return frames.timeline(self, moments)
 
     @cached_property
+    def tradeoff(self) -> "pl.DataFrame":
+        """What each choice saves against what its replay costs (`frames.tradeoff`)."""
+        from labkit.study import frames
+
+        return frames.tradeoff(self.decision)
+
+    @cached_property
     def ranks(self) -> "pl.DataFrame":
         """What each rank holds that was traced or measured (`frames.ranks`)."""
         from labkit.study import frames

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from labkit.study import frames as study_frames
 from labkit.study.frames import BREAKDOWN, CELLS, CONTRACT, PEAKS, TIMELINE
 from labkit.workload.gpu import MIB
 
@@ -174,6 +175,11 @@ def decision(of: pl.DataFrame) -> pl.DataFrame:
             }
         )
     return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def tradeoff(of: pl.DataFrame) -> pl.DataFrame:
+    """The `tradeoff` frame of a `cells` frame."""
+    return study_frames.tradeoff(decision(of))
 
 
 def contract() -> pl.DataFrame:

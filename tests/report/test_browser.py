@@ -33,11 +33,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_drawn_and_nothing_overflows(browser: Browser, report: Path, width: int, scheme: Mode) -> None:
     with Opened(browser, report, width, scheme) as opened:
         page = opened.page
-        assert page.locator(".lk-chart svg").count() == 4
+        assert page.locator(".lk-chart svg").count() == 5
         assert opened.overflow() == 0
         assert "34.103" in opened.words("peaks")
         assert "traced: failed" in opened.words("peaks")
-        for box in (page.locator(".lk-chart svg").nth(n).bounding_box() for n in range(4)):
+        for box in (page.locator(".lk-chart svg").nth(n).bounding_box() for n in range(5)):
             assert box is not None
             assert 200 < box["width"] <= width
         surface = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -93,7 +93,7 @@ def test_charts_follow_the_reader_into_the_dark(browser: Browser, report: Path) 
             opened.page.emulate_media(color_scheme=scheme)
             ink = vega_config(scheme)["axisY"]["labelColor"]
             opened.page.locator(f"#peaks svg .role-axis-label text[fill='{ink}']").first.wait_for()
-        assert opened.page.locator(".lk-chart svg").count() == 4
+        assert opened.page.locator(".lk-chart svg").count() == 5
 
 
 def test_pointing_at_a_peak_tells_its_exact_value(browser: Browser, report: Path) -> None:
@@ -165,7 +165,7 @@ def test_everything_that_acts_can_be_reached_by_keyboard(browser: Browser, repor
         assert {"lk-skip", "lk-code-button", "png", "svg", "csv", "lk-output", "SELECT"} <= reached
 
 
-@pytest.mark.parametrize("figure", ["peaks", "differences", "holdings", "timeline"])
+@pytest.mark.parametrize("figure", ["tradeoff", "peaks", "differences", "holdings", "timeline"])
 def test_image_and_data_can_be_saved(browser: Browser, report: Path, figure: str) -> None:
     saved: dict[str, bytes] = {}
     with Opened(browser, report) as opened:
@@ -179,7 +179,7 @@ def test_image_and_data_can_be_saved(browser: Browser, report: Path, figure: str
     rows = list(csv.DictReader(io.StringIO(saved["csv"].decode())))
     assert {row["candidate"] for row in rows} > {"[moe_act]", "[mla_up_proj, mlp]"}
     if figure == "timeline":
-        assert len(rows) == 6 * 362
+        assert len(rows) == 6 * 362 + 7 * 181, "the moments of the traces and of the estimates"
         assert float(rows[0]["position"]) == 0
         assert float(rows[0]["parameters_mib"]) == 6200
     if figure == "peaks":
@@ -211,10 +211,72 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path, width: int) -
         assert opened.page.locator("h1").inner_text() == HOSTILE[0]
         assert opened.page.locator("img").count() == 0
         assert opened.page.locator("li", has_text=f"failed: backward: {HOSTILE[0]}.").count() == 1
-        assert opened.page.locator(".lk-chart svg").count() == 4
+        assert opened.page.locator(".lk-chart svg").count() == 5
         assert HOSTILE[0] in "".join(opened.words("peaks")) or any(
             word.startswith("<script>") for word in opened.words("peaks")
         )
         opened.page.locator("#peaks svg .mark-text text", has_text="traced: failed").first.hover()
         assert "document.title='owned'" in opened.tooltip()
         assert opened.overflow() == 0
+
+
+def test_a_table_is_copied_as_plain_numbers_and_saved_as_csv(browser: Browser, tmp_path: Path) -> None:
+    formula = '=HYPERLINK("http://x")'
+    path = tmp_path / "report.html"
+    path.write_text(pages.report(frames.cells({formula: ("failed", "+1+1")})), encoding="utf-8")
+    with Opened(browser, path) as opened:
+        opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        tools = opened.page.locator(".lk-output:has(#labkit-decision) + .lk-tools")
+        tools.get_by_role("button", name="Copy").click()
+        tools.get_by_text("Copied.").wait_for()
+        lines = opened.page.evaluate("navigator.clipboard.readText()").splitlines()
+        with opened.page.expect_download() as download:
+            tools.get_by_role("button", name="CSV").click()
+        assert download.value.suggested_filename == "decision.csv"
+        saved = list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
+    head, control, first, *_ = (line.split("\t") for line in lines)
+    assert saved == [line.split("\t") for line in lines]
+    assert head[:5] == ["Recompute", "Try", "Fits", "Peak on one rank, GiB: estimated", "Peak on one rank, GiB: traced"]
+    assert control[:5] == ["[]", "", "fits", "34.049", "34.175"]
+    assert first[7] == "2.0", "a sign would make text of it"
+    assert any(line.startswith(f"'{formula}\t") for line in lines)
+    assert not any(cell.startswith(("=", "+", "@")) for row in saved for cell in row)
+
+
+def test_a_table_is_sorted_from_its_heads(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        table = opened.page.locator("#labkit-decision table")
+        rows = table.locator("tbody tr td:first-child")
+        before = rows.all_text_contents()
+        head = table.get_by_role("button", name="traced", exact=True)
+        head.focus()
+        opened.page.keyboard.press("Enter")
+        peaks = [float(text) for text in table.locator("tbody tr td:nth-child(5)").all_text_contents() if text != "–"]
+        assert peaks == sorted(peaks)
+        assert table.locator("th[aria-sort=ascending]").count() == 1
+        assert rows.last.text_content() == "[moe]", "what has no figure comes last"
+        opened.page.keyboard.press("Enter")
+        opened.page.keyboard.press("Enter")
+        assert rows.all_text_contents() == before
+
+
+def test_a_wide_table_says_that_it_scrolls(browser: Browser, report: Path) -> None:
+    with Opened(browser, report, 390) as opened:
+        box = opened.page.locator(".lk-output:has(#labkit-decision)")
+        hint = opened.page.locator(".lk-output:has(#labkit-decision) + .lk-tools .lk-hint")
+        assert hint.is_visible()
+        box.focus()
+        opened.page.keyboard.press("End")
+        box.evaluate("box => (box.scrollLeft = box.scrollWidth)")
+        opened.page.wait_for_selector(".lk-output:has(#labkit-decision):not([data-more])")
+
+
+def test_the_data_of_a_chart_can_be_read_as_a_table(browser: Browser, report: Path) -> None:
+    with Opened(browser, report) as opened:
+        opened.page.locator("#peaks summary").click()
+        cells = opened.page.locator("#peaks .lk-data td").all_text_contents()
+        assert "35941000000" in cells
+        assert "out of memory" not in cells
+        assert "failed" in cells
+        drawing = opened.page.locator("#peaks .lk-chart[role=graphics-document]")
+        assert (drawing.get_attribute("aria-label") or "").startswith("Peak allocated memory of one rank")

@@ -11,6 +11,7 @@ import vl_convert
 from labkit.report.charts import study as charts
 from labkit.report.figure import VEGALITE, Figure
 from labkit.report.theme import SOURCES, STACK, category_colour, category_number, text_on, vega_config
+from labkit.study import frames as study_frames
 from labkit.summary import CATEGORIES
 from tests.report import frames
 
@@ -23,8 +24,9 @@ def figures(cells: pl.DataFrame) -> list[Figure]:
     return [
         charts.peaks(cells),
         charts.differences(cells),
-        charts.holdings(frames.breakdown(cells)),
+        charts.holdings(frames.breakdown(cells), cells),
         charts.timeline(*frames.timeline(cells)),
+        charts.tradeoff(frames.tradeoff(cells)),
     ]
 
 
@@ -81,11 +83,20 @@ def test_peaks_say_exact_values_and_what_has_none() -> None:
     assert failed["peak_gib"] is None
 
 
-def test_differences_leave_out_the_control_and_what_has_no_peak() -> None:
-    shown = {(row["candidate"], row["source"]) for row in rows(by_name("differences"))}
+def test_differences_leave_out_the_control_and_say_what_has_no_peak() -> None:
+    shown = {(row["candidate"], row["source"]): row["problem"] for row in rows(by_name("differences"))}
     assert ("[]", "traced") not in shown
-    assert ("[core_attn]", "traced") not in shown
-    assert ("[moe_act]", "published") in shown
+    assert shown["[core_attn]", "traced"] == "not run yet"
+    assert shown["[moe]", "traced"] == "failed"
+    assert shown["[moe_act]", "published"] is None
+    assert {"traced: failed", "traced: not run yet"} <= set(words(svg(by_name("differences"))))
+
+
+def test_holdings_say_what_has_no_peak() -> None:
+    assert {"traced: failed", "traced: not run yet"} <= set(words(svg(by_name("holdings"))))
+
+
+def test_published_bytes_are_not_rounded_away() -> None:
     published = next(
         r for r in rows(by_name("differences")) if (r["candidate"], r["source"]) == ("[moe_act]", "published")
     )
@@ -108,11 +119,11 @@ def test_holdings_stack_to_the_peak() -> None:
 
 def test_timeline_keeps_peak_and_phases() -> None:
     figure = by_name("timeline")
-    packed = {row["candidate"]: row["moments"] for row in rows(figure)}
+    packed = {row["candidate"]: row["moments"] for row in rows(figure) if row["moments"]}
     assert set(packed) == {"[]", "[mla_up_proj]", "[mla_up_proj, mlp]", "[moe_act]", "[layernorm, moe_act]"}
     moments = packed["[moe_act]"]
     assert {moment[1] for moment in moments} == {"forward", "backward", "grad_sync", "optimizer"}
-    assert all(len(moment) == len(figure.moments) for moment in moments)
+    assert all(len(moment) == len(figure.lists["moments"]) for moment in moments)
     peak = frames.PUBLISHED["[moe_act]"][0] * 1.0021 / 2**20
     assert max(sum(moment[2:]) for moment in moments) == pytest.approx(peak, abs=1)
     assert "traced peak of the steady step 34.175 GiB in optimizer" in words(svg(figure))
@@ -146,20 +157,23 @@ def test_timeline_stretches_the_estimate_onto_the_phases_of_the_trace() -> None:
         if "start" in row
     }
     assert starts["[moe_act]", "backward"] == pytest.approx(120 / 362)
-    totals = next(data for data in spec["datasets"].values() if all(len(m) == 2 for m in data[0].get("moments", ["x"])))
-    positions = next([position for position, _ in row["moments"]] for row in totals if row["candidate"] == "[moe_act]")
+    lines = {row["candidate"]: row["estimate"] for row in spec["datasets"][spec["data"]["name"]]}
+    positions = [position for position, _ in lines["[moe_act]"]]
     assert any(position == pytest.approx(120 / 362, abs=1e-4) for position in positions)
     assert positions == sorted(positions)
 
 
 def test_a_study_that_has_not_run_still_shows_its_estimates() -> None:
     cells = frames.cells(dict.fromkeys(frames.PUBLISHED, ("missing", None))).filter(pl.col("source") != "published")
-    peaks, differences, holdings, timeline = (words(svg(figure)) for figure in figures(cells))
+    peaks, differences, holdings, timeline, bought = (words(svg(figure)) for figure in figures(cells))
     assert "34.049" in peaks
     assert "traced: not run yet" in peaks
     assert "0.666" in differences
     assert "34.05" in holdings
     assert "forward" in timeline
+    assert "traced: not run yet" in differences
+    assert "traced: not run yet" in holdings
+    assert "saved (GiB, traced)" in bought
     for figure in figures(cells):
         assert "NaN" not in svg(figure), figure.name
 
@@ -199,3 +213,26 @@ def test_light_and_dark_differ_in_colour_only() -> None:
 
     assert shape(vega_config("light")) == shape(vega_config("dark"))
     assert vega_config("light") != vega_config("dark")
+
+
+def test_what_nothing_beats_stands_out_and_what_failed_is_named() -> None:
+    decided = frames.decision(frames.cells(FAILURES)).with_columns(
+        replay_seconds=pl.col("candidate").replace_strict(
+            {"[]": 0.0, "[moe_act]": 0.001, "[mla_up_proj]": 0.003, "[mla_up_proj, mlp]": 0.004}, default=0.005
+        )
+    )
+    figure = charts.tradeoff(study_frames.tradeoff(decided))
+    standing = {row["candidate"]: (row["role"], row["unbeaten"]) for row in rows(figure)}
+    assert standing["[]"] == ("control", True)
+    assert standing["[moe_act]"] == ("try first", True)
+    assert standing["[layernorm, moe_act]"] == (None, False)
+    assert "Without a place: [core_attn] (not run yet), [moe] (failed)." in figure.caption
+    drawn = words(svg(figure))
+    assert "[moe_act] (try first)" in drawn
+    assert "[layernorm, moe_act]" not in drawn, "named when pointed at"
+
+
+def test_captions_name_the_sources_that_are_there() -> None:
+    estimated = frames.cells().filter(pl.col("source") == "estimated")
+    assert "in GiB: estimated. The scale" in charts.peaks(estimated).caption
+    assert "in GiB: estimated, traced and published. The scale" in charts.peaks(frames.cells()).caption

@@ -64,7 +64,7 @@ def test_only_the_two_scripts_of_the_report_may_run() -> None:
 
 def test_every_figure_has_its_data_words_and_buttons() -> None:
     figures = re.findall(r'<figure class="lk-figure" id="(\w+)">(.*?)</figure>', PAGE, flags=re.DOTALL)
-    assert [name for name, _ in figures] == ["peaks", "differences", "holdings", "timeline"]
+    assert [name for name, _ in figures] == ["tradeoff", "peaks", "differences", "holdings", "timeline"]
     for _, content in figures:
         assert re.findall(r'data-kind="(\w+)"', content) == ["png", "svg", "csv"]
         assert "GiB" in content.split("<script")[0]
@@ -119,7 +119,7 @@ def test_links_in_markdown_cannot_run_code() -> None:
 
 def test_data_cannot_leave_its_script_element() -> None:
     page = pages.report(frames.cells({"</script><script>alert(1)</script>": ("failed", "</script>")}))
-    assert len([tag for tag, _ in Elements(page).tags if tag == "script"]) == 3 + 4
+    assert len([tag for tag, _ in Elements(page).tags if tag == "script"]) == 3 + 5
 
 
 def test_a_failed_notebook_shows_its_error() -> None:

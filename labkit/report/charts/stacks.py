@@ -9,6 +9,8 @@ from labkit.report.encodings import (
     chart_rows,
     guides,
     layered,
+    problem,
+    problem_marks,
     room_for,
     rows_data,
     rows_height,
@@ -27,6 +29,7 @@ def stacks(
     *,
     row: str,
     limits: pl.DataFrame | None = None,
+    cells: pl.DataFrame | None = None,
 ) -> Figure:
     """Bars stacked from zero, one for each candidate and source, in the order of the frame.
 
@@ -37,8 +40,13 @@ def stacks(
         title: of the chart.
         row: what a candidate is, for tooltips.
         limits: label, bytes: GPUs' memories, drawn as rules across the bars.
+        cells: candidate, source, outcome, failure: those that did not pass are shown by their outcomes.
     """
-    rows, names = chart_rows(breakdown, "category", "bytes")
+    every, names = chart_rows(_with_unfinished(breakdown, cells), "category", "bytes", "outcome", "failure")
+    rows = every.filter(pl.col("category").is_not_null()).drop("outcome", "failure")
+    problems = every.filter(pl.col("category").is_null()).with_columns(
+        problem().alias("problem"), pl.col("failure").str.slice(0, 300)
+    )
     present = [each for each in STACK if each in rows["category"].to_list()]
     rows = rows.with_columns(
         (pl.col("bytes") / GIB).alias("gib"),
@@ -52,7 +60,7 @@ def stacks(
     middle = (pl.col("gib").cum_sum() - pl.col("gib") / 2).over("candidate", "source")
     rows = rows.with_columns(middle=middle).sort("row").drop("row")
     highlighted = alt.selection_point(name=f"{name}_category", fields=["category"], bind="legend")
-    y, offset = candidate_axis(names), source_offset(rows)
+    y, offset = candidate_axis(names), source_offset(every)
     sources = rows["source"].unique().to_list()
     alone = len(sources) == 1
     x_title = f"allocated at the peak{f', {sources[0]}' if alone else ''} (GiB)"
@@ -103,4 +111,18 @@ def stacks(
         .properties(name="note_totals")
     )
     rules = [] if limits is None else guides(limits.select("label", gib=pl.col("bytes") / GIB), "gib", "label")
-    return Figure(name, caption, layered([bars, numbers, labels, *rules], rows, title, rows_height(rows)))
+    failed = [] if problems.is_empty() else [problem_marks(alt.Chart(rows_data(problems)).encode(y=y, yOffset=offset))]
+    chart = layered([bars, numbers, labels, *rules, *failed], rows, title, rows_height(every))
+    return Figure(name, caption, chart)
+
+
+_UNFINISHED = {"candidate": pl.String, "source": pl.String, "outcome": pl.String, "failure": pl.String}
+
+
+def _with_unfinished(breakdown: pl.DataFrame, cells: pl.DataFrame | None) -> pl.DataFrame:
+    """The breakdown with a row for each cell that did not pass, which has no category, candidates in study order."""
+    known = pl.DataFrame(schema=_UNFINISHED) if cells is None else cells
+    unfinished = known.filter(pl.col("outcome") != "ok").select(*_UNFINISHED)
+    order = pl.concat([known["candidate"], breakdown["candidate"]]).unique(maintain_order=True).to_frame()
+    both = pl.concat([breakdown, unfinished], how="diagonal")
+    return order.join(both, on="candidate", maintain_order="left_right")

@@ -61,17 +61,19 @@ def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
     layers = [
         _areas(present, top, highlighted),
         _numbers(traced, top, highlighted),
-        *([_estimate(_stretched(estimated, phases), top)] if main == "traced" else []),
+        *([_estimate(top)] if main == "traced" else []),
         *_phase_marks(phases),
         *_peak_marks(marked, top, main),
         _hover(present, main),
     ]
-    chart = layered(layers, _packed(_wide(traced, present)), "Live memory through one step", 340).add_params(chosen)
+    line = _totals(_stretched(estimated, phases)) if main == "traced" else []
+    data = _beside(_packed(_wide(traced, present)), line)
+    chart = layered(layers, data, "Live memory through one step", 340).add_params(chosen)
     return Figure(
         "timeline",
         _CAPTIONS[main],
         chart,
-        moments=columns,
+        lists={"moments": columns, "estimate": ["position", "estimated_total_gib"]},
     )
 
 
@@ -89,6 +91,16 @@ def _packed(moments: pl.DataFrame) -> list[dict[str, Any]]:
     return [{"candidate": candidate, "moments": lists} for candidate, lists in packed.items()]
 
 
+def _beside(traced: list[dict[str, Any]], totals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The candidates of both, each with the estimate's line as a second list."""
+    lines = {row["candidate"]: row["moments"] for row in totals}
+    known = {row["candidate"]: row["moments"] for row in traced}
+    return [
+        {"candidate": name, "moments": known.get(name, []), "estimate": lines.get(name, [])}
+        for name in dict.fromkeys([*known, *lines])
+    ]
+
+
 def _wide(traced: pl.DataFrame, present: list[str]) -> pl.DataFrame:
     """candidate, position, phase and MiB of every category (to a tenth), a row for each moment."""
     columns = [
@@ -98,17 +110,16 @@ def _wide(traced: pl.DataFrame, present: list[str]) -> pl.DataFrame:
     return wide.with_columns(pl.col("position").round(5))
 
 
-def _unpacked(chart: alt.Chart, names: list[str]) -> alt.Chart:
-    """The chosen candidate's moments, a row each again, with a field for each of their values."""
+def _unpacked(column: str, names: list[str]) -> alt.Chart:
+    """The chosen candidate's moments in a list, a row each again, with a field for each of their values."""
     fields = {name: f"datum.moment[{place}]" for place, name in enumerate(names)}
-    layer: alt.Chart = (
-        chart.transform_filter(_CHOSEN).transform_flatten(["moments"], as_=["moment"]).transform_calculate(**fields)
-    )
+    chosen = alt.Chart().transform_filter(f"{_CHOSEN} && length(datum.{column}) > 0")
+    layer: alt.Chart = chosen.transform_flatten([column], as_=["moment"]).transform_calculate(**fields)
     return layer
 
 
 def _traced(present: list[str]) -> alt.Chart:
-    return _unpacked(alt.Chart(), ["position", "phase", *map(_key, present)])
+    return _unpacked("moments", ["position", "phase", *map(_key, present)])
 
 
 def _x() -> alt.X:
@@ -180,12 +191,15 @@ def _numbers(traced: pl.DataFrame, top: float, highlighted: alt.Parameter) -> al
     return layer
 
 
-def _estimate(estimated: pl.DataFrame, top: float) -> alt.Chart:
+def _totals(estimated: pl.DataFrame) -> list[dict[str, Any]]:
     totals = estimated.group_by("candidate", "position", maintain_order=True).agg(
         (pl.col("bytes").sum() / GIB).round(4).alias("gib")
     )
-    packed = _packed(totals.with_columns(pl.col("position").round(5)))
-    line: alt.Chart = _unpacked(alt.Chart(rows_data(packed)), ["position", "gib"]).mark_line(
+    return _packed(totals.with_columns(pl.col("position").round(5)))
+
+
+def _estimate(top: float) -> alt.Chart:
+    line: alt.Chart = _unpacked("estimate", ["position", "gib"]).mark_line(
         interpolate="step-after", style="guide", strokeDash=[4, 3], strokeWidth=1.4
     )
     return line.encode(x=_x(), y=_y(top))
