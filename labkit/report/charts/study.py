@@ -144,8 +144,8 @@ def holdings(breakdown: pl.DataFrame, cells: pl.DataFrame | None = None) -> Figu
     return stacks(
         breakdown,
         "holdings",
-        f"What holds the peak under each recompute choice, in GiB: {sources_in_words(breakdown)}, by category where the "
-        "source has them. Numbers in the bars are those of the legend.",
+        f"What holds the peak under each recompute choice, in GiB: {sources_in_words(breakdown)}, by category where "
+        "the source has them. Numbers in the bars are those of the legend.",
         "Memory at the peak, by what holds it",
         row="recompute",
         cells=cells,
