@@ -1,12 +1,12 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults differential admission grid accuracy cells jobs lab lint bench snapshots lock clean
+.PHONY: help env report test faults differential admission grid accuracy cells jobs lab docs lint bench snapshots lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
 # What the checkers read; a folder that git does not track is not checked.
-CODE := labkit notebooks benchmarks tests
+CODE := labkit notebooks benchmarks scripts tests
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,10 @@ jobs: env  ## Trace Megatron-LM's own CI jobs and compare with their measured pe
 lab: env  ## Open the notebooks in JupyterLab (LAB_ARGS=--no-browser over ssh)
 	@$(BIN)/labkit lab $(LAB_ARGS)
 
+# Whoever makes the site need not read what becomes of MkDocs.
+docs: env  ## Build the documentation site into site/ (open site/index.html; no server, no network)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: env  ## Check format, lint and types
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
@@ -69,5 +73,5 @@ lock:  ## Resolve pyproject.toml into requirements.lock again (needs uv)
 	    --no-annotate --output-file requirements.lock pyproject.toml
 
 clean:  ## Remove the environment, the caches and the rendered reports (kept results stay)
-	rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis figures/*.html figures/*.ipynb
+	rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis site figures/*.html figures/*.ipynb
 	find labkit tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,6 +33,10 @@ SCHEMES: dict[Mode, str] = {"light": "default", "dark": "slate"}
 """Material's names."""
 
 _HELP_WIDTH = 88
+_COMMAND_LINE = """# Command line
+
+What `--help` says of every command. Exit codes: 0 done, 1 the work failed, 2 the input is wrong and nothing was
+written, 130 stopped by Ctrl-C, SIGTERM or SIGHUP."""
 
 _LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *```.*?^ *```[^\n]*$)", flags=re.DOTALL | re.MULTILINE)
@@ -47,13 +51,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Point links of the repository at pages of the site."""
     homes = {page: source for source, page in WITHOUT_DOCS.items()}
     uri = page.file.src_uri
     source = homes.get(uri, f"docs/{uri}")
     parts = _FENCE.split(markdown)
     return "".join(part if index % 2 else relinked(part, source, uri) for index, part in enumerate(parts))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Show an escaped bar in a table's code as a bar, as GitHub does."""
+    return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
 
 
 def relinked(markdown: str, source: str, uri: str) -> str:
@@ -80,11 +89,7 @@ def relinked(markdown: str, source: str, uri: str) -> str:
 
 def command_line() -> str:
     """The `--help` of every command, as Markdown."""
-    intro = (
-        "# Command line\n\nWhat `--help` says of every command. Exit codes: 0 done, 1 the work failed, 2 the input is wrong and "
-        "nothing was written, 130 stopped by Ctrl-C, SIGTERM or SIGHUP."
-    )
-    return "\n\n".join([intro, *_helps(get_command(app), ())]) + "\n"
+    return "\n\n".join([_COMMAND_LINE, *_helps(get_command(app), ())]) + "\n"
 
 
 def _helps(command: object, path: tuple[str, ...]) -> Iterator[str]:

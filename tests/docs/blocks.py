@@ -30,7 +30,9 @@ PAGES = (DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md")), DOCS / "m
 TERMINAL = {"TERM": "dumb", "COLUMNS": "96", "LINES": "50", "TTY_COMPATIBLE": "1", "MPLBACKEND": "agg"}
 """A terminal without colours, as rich understands it."""
 
-_BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$', re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$', re.DOTALL | re.MULTILINE
+)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.MULTILINE)
 ANY = "..."
 
@@ -49,8 +51,6 @@ def blocks(text: str) -> Iterator[Block]:
     """The blocks of a document, in order."""
     for match in _BLOCK.finditer(text):
         yield Block(match["language"], match["title"], match["body"], match.start("body"))
-
-
 
 
 def run(text: str) -> Iterator[tuple[Block, str]]:
