@@ -54,7 +54,7 @@ lab: env  ## Open the notebooks in JupyterLab (LAB_ARGS=--no-browser over ssh)
 
 # Whoever makes the site need not read what becomes of MkDocs.
 docs: env  ## Build the documentation site into site/ (open site/index.html; no server, no network)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: env  ## Check format, lint and types
 	@$(BIN)/ruff format --check $(CODE)
