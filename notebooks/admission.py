@@ -71,7 +71,7 @@ prose.note(planning.rule_said)
 # %% [markdown]
 # The rule counts the tokens of all sequences, a shared prefix each time, as a data loader does, and fills micro-batches
 # with the longest first. It leaves no margin, and knows neither what is shared nor what short sequences take beside
-# their tokens. Such a rule once predicted 5.9 GB for a call of this model that ran out of 107 GB (docs/admission.md).
+# their tokens. Such a rule once predicted 5.9 GB for a call of a 27B model that ran out of 107 GB (docs/admission.md).
 
 # %% [markdown]
 # ## What each micro-batch needs

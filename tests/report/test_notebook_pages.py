@@ -1,5 +1,6 @@
 """Every notebook as the report it makes: run headless once, then read in a browser on a phone and on a desk."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from playwright.sync_api import Browser, Locator
 
+from labkit import Workload
 from labkit.report.document import write_report
 from labkit.report.notebooks import notebook_folder, notebook_source
 from labkit.report.theme import PALETTES, Mode
 from tests.report.browsing import Opened
+from tests.workbench import adapters, experts
 
 pytestmark = pytest.mark.browser
 
@@ -32,7 +35,32 @@ def _unmade_study(folder: Path) -> dict[str, Any]:
     return {"study": str(folder / "tiny.yaml"), "run": False}
 
 
-CHEAP: dict[str, Callable[[Path], dict[str, Any]]] = {"recompute_study": _unmade_study}
+def _few_experts(folder: Path) -> dict[str, Any]:
+    counted = folder / "<img src=x onerror=alert(1)>.csv"
+    counted.write_text("\n".join(",".join(map(str, each)) for each in experts.COUNTED), encoding="utf-8")
+    return {"workload": _written(experts.small(), folder), "histograms": str(counted)}
+
+
+def _few_requests(folder: Path) -> dict[str, Any]:
+    asked = [{"length": length, "group": "<script>alert(1)</script>"} for length in (300, 40_000)]
+    (folder / "requests.json").write_text(json.dumps([*[700] * 20, *asked]), encoding="utf-8")
+    workload = _written(adapters.small(), folder)
+    return {"workload": workload, "requests": str(folder / "requests.json"), "budget": adapters.BUDGET}
+
+
+def _written(workload: Workload, folder: Path) -> str:
+    """The file of a workload whose model has a hostile name."""
+    stated = workload.model_dump(mode="json", exclude_unset=True)
+    stated["model"]["name"] = "<script>alert(1)</script>\u202e\"'"
+    (folder / "workload.yaml").write_text(json.dumps(stated), encoding="utf-8")
+    return str(folder / "workload.yaml")
+
+
+CHEAP: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "admission": _few_requests,
+    "expert_routing": _few_experts,
+    "recompute_study": _unmade_study,
+}
 """Parameters with which a notebook is quick, given a folder for files; one that is not named here runs as it stands."""
 
 

@@ -2,45 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 
-from labkit import Workload, estimate
+from labkit import estimate
 from labkit.admission import Admission, Request
 from labkit.errors import InputError
 from labkit.workbench.admission import FLOOR, FULL, RULE, Planning
 from labkit.workbench.rule_of_thumb import RuleOfThumb, example_requests
-
-BUDGET = "3GiB"
-
-
-def small(**changes: Any) -> Workload:
-    """A dense model of four layers with LoRA, its own batch two sequences that share a prefix."""
-    return Workload.from_mapping(
-        {
-            "model": {
-                "name": "small",
-                "num_layers": 4,
-                "hidden_size": 1024,
-                "ffn_hidden_size": 4096,
-                "num_attention_heads": 8,
-                "vocab_size": 8000,
-                "attention_output_gate": True,
-                "qk_layernorm": True,
-            },
-            "parallelism": {"world_size": 1},
-            "batch": {
-                "seq_length": 1536,
-                "global_batch_size": 1,
-                "packed": {"lengths": [1024, 1024], "shared_prefix": 512},
-            },
-            "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-            "training": {"runtime": "lora", "lora": {"rank": 4}},
-            **changes,
-        }
-    )
+from tests.workbench.adapters import BUDGET, small
 
 
 @pytest.fixture(scope="module")
