@@ -8,7 +8,9 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -39,6 +41,7 @@ What `--help` says of every command. Exit codes: 0 done, 1 the work failed, 2 th
 written, 130 stopped by Ctrl-C, SIGTERM or SIGHUP."""
 
 _LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")
+_DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", flags=re.MULTILINE)
 _FENCE = re.compile(r"^( *```.*?^ *```[^\n]*$)", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -63,6 +66,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Show an escaped bar in a table's code as a bar, as GitHub does."""
     return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:  # noqa: ARG001
+    """Let names in tables break behind their dots and underscores, so that a long one does not widen its column."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return re.sub(r"<code>[^<]*</code>", lambda code: re.sub(r"(?<=[._])(?=\w)", "<wbr>", code[0]), cell[0])
+
+    return re.sub(r"<td.*?</td>", breakable, output, flags=re.DOTALL)
+
+
+class Doctests(Extension):
+    """Shows the examples in docstrings as code, wherever they stand in the text."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Fence them."""
+        if obj.docstring is not None:
+            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
 
 
 def relinked(markdown: str, source: str, uri: str) -> str:
