@@ -15,13 +15,16 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from labkit.ledger import WITHOUT_ACTIVATIONS
 from labkit.memory.estimate import estimate
 from labkit.memory.layers.sizes import Sizes
+from labkit.memory.outline import block, outline
 from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exactly
 from labkit.workbench.histograms import EXAMPLE, Histograms, examples, experts_of, read_histograms
 from labkit.workload import Recompute, Routing, Workload
-from labkit.workload.gpu import GPUS, gib
+from labkit.workload.gpu import GPUS, MIB, gib
 from labkit.workload.routing import FINEST_SHARE, busiest_share, expert_rows, largest_share
+from labkit.workload.stages import fullest_stages
 
 SHARES: Final = pl.Schema(
     {"ep": pl.Int64, "plan": pl.String, "basis": pl.String, "mean": pl.Float64, "most": pl.Float64}
@@ -83,7 +86,8 @@ refused: why it cannot run."""
 LAYERS: Final = pl.Schema(
     {"histogram": pl.String, "layer": pl.Int64, "over_even": pl.Float64, "saved_bytes": pl.Int64, "rank": pl.Int64}
 )
-"""One row for each histogram and MoE layer; saved: what the peak loses if this layer alone were balanced."""
+"""One row for each histogram and MoE layer; saved: what the peak of forward and backward loses if this layer alone were
+balanced, on the rank that holds most."""
 OPTIONS: Final = pl.Schema(
     {
         "option": pl.String,
@@ -97,6 +101,8 @@ OPTIONS: Final = pl.Schema(
 all rows that no expert takes, in the layer where the priced rank gets most."""
 
 _WHERE = {"balanced": "with balanced rows", "allowance": "with the allowance", "worst": "at worst"}
+_NOTHING = 5 * MIB
+"""Less is no difference to two decimals of a GiB."""
 _MOST_PRICED_RANKS = 64
 _FACTORS = (1.0, 1.25, 1.5)
 
@@ -170,16 +176,17 @@ class ExpertRouting:
         own = {row["plan"]: row for row in self.peaks.filter(pl.col("ep") == self.ep).iter_rows(named=True)}
         balanced, allowance, worst = (own[name] for name in ("balanced", "allowance", "worst"))
         said = [
-            f"At EP {self.ep} the fullest rank of {self.workload.model.name} peaks at {gib(balanced['peak_bytes'])} if "
-            f"rows are balanced, at {gib(allowance['peak_bytes'])} with the allowance "
-            f"({allowance['over_even']:g} times the even share), at {gib(worst['peak_bytes'])} at worst."
+            f"At EP {self.ep} the fullest rank of {self.workload.model.name} peaks at {_peak(balanced)} if rows are "
+            f"balanced, at {_peak(allowance)} with the allowance ({allowance['over_even']:g} times the even share), at "
+            f"{_peak(worst)} at worst."
         ]
         for each in self.histograms:
-            row = own[each.name]
-            more = row["peak_bytes"] - balanced["peak_bytes"]
+            more = own[each.name]["peak_bytes"] - balanced["peak_bytes"]
+            compared = f"{gib(more)} more than" if more > _NOTHING else "no more than"
+            most = float(self._shares(each, self.ep).max()) * self.ep
             said.append(
-                f"{each.name}: {gib(row['peak_bytes'])}, {gib(more)} more than balanced; its busiest rank gets up to "
-                f"{row['over_even']:.2f} times the even share in a layer."
+                f"{each.name}: {_peak(own[each.name])}, {compared} balanced; a rank gets up to {most:.2f} times the "
+                "even share in a layer."
             )
         return [*said, *self._fitting()]
 
@@ -240,9 +247,13 @@ class ExpertRouting:
         """A histogram's rank with the highest peak."""
         case = self.sizes.get(ep)
         if isinstance(case, Workload):
-            peaks = self._rank_peaks(case, histogram)
-            rank = max(peaks, key=peaks.__getitem__)
+            rank = self._fullest_rank(case, histogram)
             yield Plan(histogram.name, histogram.basis, _of_rank(self._shares(histogram, ep), rank), histogram, rank)
+
+    def _fullest_rank(self, case: Workload, histogram: Histograms) -> int:
+        """Where what decides is no rows at all, the one with most of them."""
+        shares, peaks = self._shares(histogram, case.parallelism.ep), self._rank_peaks(case, histogram)
+        return max(peaks, key=lambda rank: (peaks[rank], float(shares[:, rank].sum())))
 
     def _shares(self, histogram: Histograms, ep: int) -> NDArray[np.float64]:
         """Each rank's part of the rows of each MoE layer: layers x ranks."""
@@ -321,7 +332,7 @@ class ExpertRouting:
         case, rows = _running(self.sizes[self.ep]), []
         for each in self.histograms:
             shares, peaks = self._shares(each, self.ep) * self.ep, self._rank_peaks(case, each)
-            busiest, fullest = int(shares.sum(axis=0).argmax()), max(peaks, key=peaks.__getitem__)
+            busiest, fullest = int(shares.sum(axis=0).argmax()), self._fullest_rank(case, each)
             for rank in range(self.ep):
                 over = shares[:, rank]
                 held = peaks.get(rank)
@@ -352,29 +363,32 @@ class ExpertRouting:
         case, rows = _running(self.sizes[self.ep]), []
         for plan in (plan for plan in self.plans(self.ep) if plan.histogram is not None):
             shares = plan.routing.shares or ()
-            skewed = _outline(_with(case, plan.routing))
+            skewed = _of_passes(_with(case, plan.routing))
             for at, layer in enumerate(self.layers):
                 mended = Routing(kind="per_layer", shares=(*shares[:at], 1 / self.ep, *shares[at + 1 :]))
-                saved = skewed - _outline(_with(case, mended))
+                saved = skewed - _of_passes(_with(case, mended))
                 rows.append((plan.name, layer, shares[at] * self.ep, saved, plan.rank))
         return pl.DataFrame(rows, schema=LAYERS, orient="row")
 
     @property
     def deciding(self) -> list[str]:
-        """Which layers decide the peak, in words: one sentence for each histogram."""
+        """Which layers decide the peak of the passes, in words: one sentence for each histogram."""
         said = []
+        peaks = {row["plan"]: row for row in self.peaks.filter(pl.col("ep") == self.ep).iter_rows(named=True)}
         for (name,), rows in self.by_layer.group_by("histogram", maintain_order=True):
             first = rows.sort("saved_bytes", descending=True, maintain_order=True).row(0, named=True)
             costly = rows.filter(pl.col("saved_bytes") > 0)
             total = int(costly["saved_bytes"].sum())
             if not total:
-                said.append(f"{name}: no layer's skew raises the peak of rank {first['rank']}.")
+                said.append(f"{name}: no layer's skew raises what the passes of rank {first['rank']} hold.")
                 continue
+            phase = peaks[str(name)]["phase"]
+            elsewhere = "" if phase in ("forward", "backward") else f" (the step's peak is above it, in {phase})"
             part = first["saved_bytes"] / total
             said.append(
                 f"{name}: on rank {first['rank']} layer {first['layer']} decides most: balanced, it alone would take "
-                f"{gib(first['saved_bytes'])} off the peak, {part:.0%} of what all {len(costly)} layers that raise it "
-                "would by themselves."
+                f"{gib(first['saved_bytes'])} off the peak of forward and backward{elsewhere}, {part:.0%} of what all "
+                f"{len(costly)} layers that raise it would by themselves."
             )
         return said
 
@@ -468,6 +482,17 @@ def _with(case: Workload, routing: Routing) -> Workload:
 def _outline(case: Workload) -> int:
     """A peak in blocks of fresh segments, in milliseconds."""
     return Pricer(case).price(case.recompute).peak_bytes
+
+
+def _of_passes(case: Workload) -> int:
+    """The same of forward and backward alone."""
+    phases = (phase for stage in fullest_stages(case) for phase in outline(case, stage, block).phases)
+    return int(max(phase.bytes for phase in phases if phase.phase not in WITHOUT_ACTIVATIONS))
+
+
+def _peak(row: dict[str, Any]) -> str:
+    """A peak and its phase, in words."""
+    return f"{gib(row['peak_bytes'])} ({row['phase']})"
 
 
 def _runnable(case: Workload) -> Workload | str:

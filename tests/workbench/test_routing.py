@@ -137,7 +137,8 @@ def test_routing_that_the_workload_states_is_a_plan_of_its_own() -> None:
 
 def test_the_answer_gives_figures_and_what_fits(found: ExpertRouting) -> None:
     said = " ".join(found.answer)
-    assert "with the allowance (1.6 times the even share)" in said
+    assert "(forward) with the allowance (1.6 times the even share)" in said
+    assert "a rank gets up to 2.00 times the even share in a layer" in said
     assert "NVIDIA H200: what fits is EP 1, 2, 4, however rows lie." in said
     tight = ExpertRouting(small(batch={"seq_length": 2**19, "global_batch_size": 4}), None, 0.5, 1, ("a100-40gb",))
     fits = "EP 1, 2, 4 with balanced rows, EP 1 with the allowance, EP 1 at worst"

@@ -210,18 +210,18 @@ def by_layer(frame: pl.DataFrame) -> Figure:
             alt.Tooltip("layer:O", title="layer"),
             alt.Tooltip("rank:Q", title="priced rank"),
             alt.Tooltip("over_even:Q", title="its rows over the even share", format=".3f"),
-            alt.Tooltip("saved_mib:Q", title="off the peak if balanced (MiB)", format=",.1f"),
+            alt.Tooltip("saved_mib:Q", title="off the passes' peak if balanced (MiB)", format=",.1f"),
         ],
     )
-    y = alt.Y("saved_mib:Q", title="off the peak if balanced (MiB)")
+    y = alt.Y("saved_mib:Q", title="off the passes' peak if balanced (MiB)")
     stems = base.mark_rule(strokeWidth=2).encode(y=y, y2=alt.datum(0), color=named_colour("histogram", names))
     ends = base.mark_point(filled=True, size=36, opacity=1).encode(
         y=y, color=named_colour("histogram", names), shape=named_shape("histogram", names)
     )
     return Figure(
         "routing-layers",
-        "What the estimated peak of the fullest rank would lose, in MiB, if this layer alone sent it the even share; "
-        "below zero where the layer sends it less than that.",
+        "What the estimated peak of forward and backward on the fullest rank would lose, in MiB, if this layer alone "
+        "sent it the even share; below zero where the layer sends it less than that.",
         layered([stems, ends], rows, "Which layer's skew decides", 260),
     )
 

@@ -168,5 +168,5 @@ def boundary(frame: pl.DataFrame) -> GT:
         made.sub_missing(missing_text=NONE)
         .cols_align("left", columns=["sharing", *(name for name in heads if name.startswith("fits"))])
         .cols_align("right", columns=["length", *(name for name in heads if not name.startswith("fits"))])
-        .tab_style(style.css("white-space: nowrap"), loc.body(columns="sharing"))
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["sharing", *heads]))
     )
