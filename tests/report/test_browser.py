@@ -197,6 +197,9 @@ def test_paper_is_black_on_white_whatever_the_screen(browser: Browser, report: P
         )
         for text in ("#peaks svg .role-axis-label text", "#peaks svg [class*=note_values] text"):
             assert opened.page.locator(text).first.evaluate("e => getComputedStyle(e).fill") == "rgb(0, 0, 0)"
+        marks = opened.page.locator("#tradeoff svg .mark-symbol.role-mark path")
+        ink = vega_config("light")["style"]["marker"]["color"]
+        assert ink in [mark.get_attribute("fill") for mark in marks.all()], "white points would be lost on paper"
         assert not opened.page.locator(".lk-exports").first.is_visible()
         assert len(opened.page.pdf()) > 10_000
 

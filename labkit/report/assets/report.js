@@ -251,3 +251,22 @@ codeButton.addEventListener("click", () => showCode(codeButton.getAttribute("ari
 showCode(false);
 dark.addEventListener("change", drawAll);
 drawAll();
+
+// Paper is light: what a dark chart has drawn in its own colours is repainted for the print, at once, and back after it.
+function pairs(one, other) {
+  if (typeof one === "object" && one) return Object.keys(one).flatMap((key) => pairs(one[key], other[key]));
+  return one !== other ? [[one, other]] : [];
+}
+function repaint(colours) {
+  for (const each of document.querySelectorAll(".lk-chart svg [fill], .lk-chart svg [stroke]")) {
+    for (const name of ["fill", "stroke"]) {
+      const to = colours.get(each.getAttribute(name));
+      if (to) each.setAttribute(name, to);
+    }
+  }
+}
+const toLight = pairs(themes.dark, themes.light);
+window.matchMedia("print").addEventListener("change", (print) => {
+  if (document.documentElement.dataset.mode !== "dark") return;
+  repaint(new Map(print.matches ? toLight : toLight.map(([from, to]) => [to, from])));
+});

@@ -35,7 +35,12 @@ def tradeoff(frame: pl.DataFrame) -> Figure:
     rows = clean(placed, columns)
     settings = frame["setting"].unique(maintain_order=True).to_list() or [""]
     base = alt.Chart().transform_filter(_CHOSEN)
-    x = alt.X("replay_ms:Q", title=f"replayed each step (ms, {clock}, lower bound)", scale=_scale(rows["replay_ms"]))
+    x = alt.X(
+        "replay_ms:Q",
+        title=f"replayed each step (ms, {clock}, lower bound)",
+        axis=alt.Axis(tickCount=8),
+        scale=_scale(rows["replay_ms"]),
+    )
     y = alt.Y("saved_gib:Q", title=f"saved (GiB, {evidence})", scale=_scale(rows["saved_gib"]))
     tooltip = [
         alt.Tooltip("candidate:N", title="recompute"),
