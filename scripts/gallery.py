@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md from kept results: `python scripts/gallery.py` after `make report` (needs Chromium)."""
+"""Draws the pictures of README.md from kept results: `python scripts/gallery.py` after `make report`, by Chromium."""
 
 import shutil
 import tempfile

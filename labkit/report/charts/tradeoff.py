@@ -21,17 +21,19 @@ def tradeoff(frame: pl.DataFrame) -> Figure:
     """
     labels = display_labels(frame["candidate"])
     evidence, clock = (frame[name][0] if len(frame) else "estimated" for name in ("evidence", "replay_source"))
-    named = relabelled(frame, labels)
+    # The setting is chosen below the chart.
+    suffix = pl.when(pl.col("setting") != "").then(pl.format(" at {}", "setting")).otherwise(pl.lit(""))
+    named = relabelled(frame, labels).with_columns(pl.col("candidate").str.strip_suffix(suffix))
     placed = named.filter(pl.col("unbeaten").is_not_null()).with_columns(
         (pl.col("saved_bytes") / GIB).alias("saved_gib"),
         (pl.col("replay_seconds") * 1e3).alias("replay_ms"),
         pl.when("is_control").then(pl.lit("control")).when(pl.col("rank") == 1).then(pl.lit("try first")).alias("role"),
     )
     placed = placed.sort("replay_ms", "saved_gib", maintain_order=True).with_columns(
-        (pl.col("unbeaten").cast(pl.Int64).cum_sum().over("setting") % 2).alias("side"),
+        (pl.col("unbeaten").cast(pl.Int64).cum_sum(reverse=True).over("setting") % 2).alias("tier"),
         (pl.col("replay_ms") > 0.6 * pl.col("replay_ms").max()).over("setting").alias("late"),
     )
-    columns = ("candidate", "setting", "role", "saved_gib", "saved_bytes", "replay_ms", "unbeaten", "side", "late")
+    columns = ("candidate", "setting", "role", "saved_gib", "saved_bytes", "replay_ms", "unbeaten", "tier", "late")
     rows = clean(placed, columns)
     settings = frame["setting"].unique(maintain_order=True).to_list() or [""]
     base = alt.Chart().transform_filter(_CHOSEN)
@@ -84,17 +86,18 @@ def _scale(values: pl.Series) -> alt.Scale:
 
 
 def _names(points: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Beside each choice that nothing beats its name, above and below in turn; on a phone the first to try alone."""
+    """Above each choice that nothing beats its name, nearer and farther in turn; on a phone the first to try alone."""
     said = points.transform_filter("datum.unbeaten && (width > 420 || datum.role)").transform_calculate(
-        text="datum.role ? datum.candidate + ' (' + datum.role + ')' : datum.candidate"
+        text="datum.role === 'control' ? 'control' : datum.role ? datum.candidate + ' (' + datum.role + ')' : "
+        "datum.candidate"
     )
     return [
-        said.transform_filter(f"datum.late === {late} && datum.side === {side}")
+        said.transform_filter(f"datum.late === {late} && datum.tier === {tier}")
         .mark_text(style="note", align=align, dx=dx, dy=dy, limit=260)
         .encode(x=x, y=y, text="text:N")
-        .properties(name=f"note_{align}_{side}")
+        .properties(name=f"note_{align}_{tier}")
         for late, (align, dx) in zip(("false", "true"), SIDES, strict=True)
-        for side, dy in ((0, 13), (1, -12))
+        for tier, dy in ((1, -11), (0, -24))
     ]
 
 
