@@ -232,6 +232,20 @@ def test_what_nothing_beats_stands_out_and_what_failed_is_named() -> None:
     assert "[layernorm, moe_act]" not in drawn, "named when pointed at"
 
 
+def test_a_sweeps_choices_are_shown_a_setting_at_a_time_and_compete_in_it_alone() -> None:
+    one = frames.decision(frames.cells(FAILURES)).with_columns(replay_seconds=pl.lit(0.001))
+    both = pl.concat(
+        one.with_columns(pl.format("{} at {}", "candidate", pl.lit(name)).alias("candidate"), setting=pl.lit(name))
+        for name in ("seq_length 4096", "seq_length 8192")
+    )
+    figure = charts.tradeoff(study_frames.tradeoff(both))
+    (chosen,) = [param for param in figure.spec["params"] if param["name"] == "tradeoff_setting"]
+    assert chosen["bind"]["options"] == ["seq_length 4096", "seq_length 8192"]
+    best = [row["candidate"] for row in rows(figure) if row["unbeaten"]]
+    assert best == ["[mla_up_proj]", "[mla_up_proj]"], "one of each setting, named without it"
+    assert "[moe] at seq_length 4096 (failed)" in figure.caption
+
+
 def test_captions_name_the_sources_that_are_there() -> None:
     estimated = frames.cells().filter(pl.col("source") == "estimated")
     assert "in GiB: estimated. The scale" in charts.peaks(estimated).caption
