@@ -1,9 +1,9 @@
 """Trace Megatron-LM's functional-test jobs without a GPU and compare with what NVIDIA's machines measured.
 
-`python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME] [--json]`
-prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
+`python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME]
+[--keep FILE.csv] [--json]` prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
 step and for what is alive between steps, or why it did not run; then a summary by family, GPU and date. No figure is
-scaled; the versions that rows do not name are stated in `benchmarks/megatron_ci.py`.
+scaled; the versions that rows do not name are stated in `labkit/calibration/jobs.py`.
 """
 
 import json
@@ -18,16 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.megatron_ci import Job, Row, read_rows, relative, traced
 from benchmarks.running import Parser, at_least_one, traced_each
+from labkit.calibration.jobs import DEFAULT_JOBS, FAMILIES, Job, Row, read_rows, relative, traced
+from labkit.calibration.kept import JOBS, keep
 from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
-
-DEFAULT_CASES = Path(__file__).parents[1] / "data/published/megatron_ci_peaks.jsonl"
-FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "hybrid": "moe, mixtral, hybrid"}
-"""Families that are judged together."""
 
 
 def run(rows: Sequence[Row], workers: int) -> list[Job]:
@@ -159,14 +156,20 @@ def show(jobs: Sequence[Job], console: Console) -> None:
     console.print(Text(_growth_sentence(jobs)))
 
 
+def _kept(job: Job, row: Row) -> dict[str, object]:
+    shown = {name: value for name, value in asdict(job).items() if name in JOBS}
+    return {**dict.fromkeys(JOBS), **shown, "work_hash": row.work_hash}
+
+
 def main() -> None:
     """Run what was asked for."""
     parser = Parser(description="Trace Megatron-LM's functional-test jobs and compare.")
-    parser.add_argument("--cases", type=Path, default=DEFAULT_CASES, metavar="FILE.jsonl")
+    parser.add_argument("--cases", type=Path, default=DEFAULT_JOBS, metavar="FILE.jsonl")
     parser.add_argument("--limit", type=at_least_one, help="only the first so many")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds the text")
     parser.add_argument("--group", action="append", default=[], choices=["current", "older", "resumed"])
     parser.add_argument("--workers", type=at_least_one, default=2, help="traces at once (2)")
+    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="a file to keep the figures in")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     began = time.monotonic()
@@ -182,7 +185,10 @@ def main() -> None:
     ]
     if not chosen:
         parser.error("no job has that name and group" if rows else f"{options.cases}: there is no job in it")
-    jobs = run(chosen[: options.limit], options.workers)
+    chosen = chosen[: options.limit]
+    jobs = run(chosen, options.workers)
+    if options.keep:
+        keep(options.keep, JOBS, map(_kept, jobs, chosen))
     if options.json:
         print(
             json.dumps(

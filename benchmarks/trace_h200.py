@@ -1,9 +1,11 @@
-"""Trace the cells measured on H200, beside the estimate: `python benchmarks/trace_h200.py [--only TEXT] [--json]`.
+"""Trace the cells measured on H200, beside the estimate.
+
+`python benchmarks/trace_h200.py [--only TEXT] [--keep FILE.csv] [--json]`
 
 labkit's own LoRA wrappers (`labkit/drivers/lora`) run in Megatron Core's model over tensors without data; what each
-phase takes above the baseline is read off the trace as off the estimate (`benchmarks/accuracy_h200.py`). `tensors` is
-how far the two sides' retained tensors are from each other: what else they differ in is where the allocator puts them.
-Cells with context parallelism are not traced.
+phase takes above the baseline is read off the trace as off the estimate (`labkit/calibration/accuracy.py`). `tensors`
+is how far the two sides' retained tensors are from each other: what else they differ in is where the allocator puts
+them. Cells with context parallelism are not traced.
 """
 
 import json
@@ -16,9 +18,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accuracy_h200 import DEFAULT_CELLS, MANY_ROWS, increments
-from benchmarks.h200_cells import Cell, read
 from benchmarks.running import Parser, at_least_one, traced_each
+from labkit.calibration.accuracy import MANY_ROWS, increments
+from labkit.calibration.cells import DEFAULT_CELLS, Cell, read
+from labkit.calibration.kept import CELLS, keep
 from labkit.console import Terminal, printable
 from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.server import TraceServer
@@ -39,6 +42,7 @@ class Traced:
     traced_error: float
     tensors: float
     """The estimate's retained tensors against the trace's."""
+    traced_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def both_sides(cell: Cell, server: TraceServer) -> list[Traced] | Untraced:
             estimate_error=round(ours[phase].raw / measured - 1, 6),
             traced_error=round(theirs[phase].raw / measured - 1, 6),
             tensors=round(estimated.retained_bytes / trace.retained_bytes - 1, 6),
+            traced_bytes=theirs[phase].raw,
         )
         for phase, measured in cell.measured_bytes.items()
     ]
@@ -117,12 +122,18 @@ def show(found: Sequence[Traced], untraced: Sequence[Untraced], console: Console
         console.print(f"{cell.case}: {printable(cell.reason)}")
 
 
+def _kept(each: Traced | Untraced, work_hash: str) -> dict[str, object]:
+    shown = {name: value for name, value in asdict(each).items() if name in CELLS}
+    return {**dict.fromkeys(CELLS), **shown, "work_hash": work_hash}
+
+
 def main() -> None:
     """Prints every cell's errors and those of each group."""
     parser = Parser(description="Trace the cells measured on H200, beside the estimate.")
     parser.add_argument("--cells", type=Path, default=DEFAULT_CELLS, help="CSV of measured cells")
     parser.add_argument("--only", default="", help="cells whose name or group contains this")
     parser.add_argument("--workers", type=at_least_one, default=1, help="traces at once")
+    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="a file to keep the traced bytes in")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     try:
@@ -133,6 +144,9 @@ def main() -> None:
         parser.error(str(error))
     untraced = [each for each in results if isinstance(each, Untraced)]
     found = [row for each in results if not isinstance(each, Untraced) for row in each]
+    if options.keep:
+        works = {cell.case: cell.work_hash for cell in cells}
+        keep(options.keep, CELLS, (_kept(each, works[each.case]) for each in (*found, *untraced)))
     if options.json:
         groups = {name: {"figures": n, "estimate": e, "trace": t} for name, n, e, t in summary(found)}
         rows = {"cells": [asdict(each) for each in found], "untraced": [asdict(each) for each in untraced]}

@@ -6,9 +6,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.h200_rows import measured_rows, sequence_lengths
+from labkit.calibration.rows import measured_rows, sequence_lengths
 from labkit.workload import Workload
-from labkit.workload.files import model_mapping
+from labkit.workload.files import data_directory, model_mapping
+from labkit.workload.workload import content_hash
+
+DEFAULT_CELLS = data_directory() / "published" / "h200_lora_peaks.csv"
+"""The cells that OpenPipe ART published."""
 
 CONCENTRATED_SHARE = "0.96875"
 """31/32 of the tokens are sent to the first expert rank's experts."""
@@ -49,6 +53,11 @@ class Cell(NamedTuple):
         """Rows of the busiest rank."""
         batch, cp = self.workload.batch, self.workload.parallelism.cp
         return batch.sequences.busiest_rank_rows or -(-batch.seq_length // cp)
+
+    @property
+    def work_hash(self) -> str:
+        """Of all that decides its estimate and its trace: the workload and the state of its process."""
+        return content_hash([self.workload.content_hash, self.cold, self.held_bytes])[:16]
 
 
 def read(path: Path, known: Path | None = None) -> list[Cell]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy_h200 import DEFAULT_CELLS
-from benchmarks.h200_cells import read
+from labkit.calibration.cells import DEFAULT_CELLS, read
 from labkit.errors import InputError
 
 ROOT = Path(__file__).parents[2]

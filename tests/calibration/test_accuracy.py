@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy_h200 import DEFAULT_CELLS, MANY_ROWS, Comparison, compared, old_heuristic
-from benchmarks.h200_cells import CHOSEN_FROM, PHASES, Cell, read
+from labkit.calibration.accuracy import MANY_ROWS, Comparison, compared, old_heuristic
+from labkit.calibration.cells import CHOSEN_FROM, DEFAULT_CELLS, PHASES, Cell, read
 from labkit.memory.estimate import estimate
 from labkit.workload import Workload
 

@@ -21,13 +21,17 @@ from labkit.errors import InputError, LabkitError
 from labkit.files import read_regular
 from labkit.importers.imported import Imported
 from labkit.importers.megatron import MegatronReader, import_text
+from labkit.memory.estimate import estimate
+from labkit.workload import Workload
 from labkit.workload.base import Part
-from labkit.workload.files import text_of
-from labkit.workload.workload import first_problem
+from labkit.workload.files import data_directory, text_of
+from labkit.workload.workload import content_hash, first_problem
 
 type Bytes = Annotated[int, Field(gt=0, lt=2**50)]
 type Status = Literal["traced", "unsupported", "failed"]
 
+DEFAULT_JOBS = data_directory() / "published" / "megatron_ci_peaks.jsonl"
+"""The jobs of Megatron-LM's repository."""
 DEFAULT_GPUS = 8
 TORCH = "2.11.0"
 """The rows do not say. It decides one thing: of nine jobs on GB200 that leave cuBLAS's workspaces to PyTorch five hold
@@ -42,6 +46,9 @@ MEGATRON_OF_SHARDED = "0.18.0rc0"
 """What the jobs with Megatron-FSDP ran, between 0.17 and 0.18: their bytes say so (`docs/megatron_ci.md`)."""
 CURRENT = "2026-07"
 """Golden values of this month and later come from a Megatron close to 0.19."""
+_OFFLOADED = "fine-grained-activation-offloading"
+FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "hybrid": "moe, mixtral, hybrid"}
+"""Families that are judged together."""
 _MAXIMUM_BYTES = 16 * 2**20
 
 
@@ -60,6 +67,7 @@ class Row(Part):
     peak_first_step_bytes: Bytes | None = None
     allocated_bytes: Bytes | None = None
     megatron_args: dict[str, Any]
+    env_vars: dict[str, Any] | None = None
     text: str
     """The row itself: what the importer reads."""
 
@@ -78,6 +86,22 @@ class Row(Part):
         if self.environment.endswith("_2nd"):
             return "resumed"
         return "current" if self.golden_date >= CURRENT else "older"
+
+    @property
+    def together(self) -> str:
+        """The families that it is judged with."""
+        return FAMILIES.get(self.family, self.family)
+
+    @property
+    def work_hash(self) -> str:
+        """Of the job as it was published: its launch and its figures."""
+        return content_hash(json.loads(self.text))[:16]
+
+    @property
+    def chosen_from(self) -> bool:
+        """Whether a version that the rows do not name was chosen in view of its figures: all others are held out."""
+        workspaces = self.gpu == "GB200" and "CUBLAS_WORKSPACE_CONFIG" not in (self.env_vars or {})
+        return workspaces or _SHARDED in self.megatron_args or _OFFLOADED in self.megatron_args
 
 
 def _size(value: object) -> int:
@@ -122,6 +146,13 @@ class Job:
     reason: str | None = None
     """Why it was not traced."""
     assumed: tuple[str, ...] = ()
+    estimated_bytes: int | None = None
+    """By formula, as the two below; null where the estimate refuses the job."""
+    estimated_first_step_bytes: int | None = None
+    estimated_between_steps_bytes: int | None = None
+    margin_bytes: int | None = None
+    """What the estimate sets aside above its peak."""
+    workload_hash: str | None = None
 
     @property
     def error(self) -> float | None:
@@ -174,7 +205,7 @@ def _with_recipe(text: str) -> str:
 
 
 def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:
-    """The job's last rank, traced."""
+    """The job's last rank, traced and estimated."""
     began = time.monotonic()
     try:
         found = imported(row, reader)
@@ -186,23 +217,38 @@ def traced(row: Row, reader: MegatronReader, server: TraceServer) -> Job:
         trace = server.run(found.workload, rank=found.workload.parallelism.world_size - 1)
     except Unfinished as error:
         status: Status = "unsupported" if error.outcome == "unsupported" else "failed"
-        return _job(row, status, reason=str(error))
+        return _job(row, status, reason=str(error), **_estimated(found.workload))
     except LabkitError as error:
-        return _job(row, "failed", reason=str(error))
-    return _compared(row, trace, time.monotonic() - began, found)
-
-
-def _compared(row: Row, trace: Trace, seconds: float, found: Imported) -> Job:
-    (rank,) = trace.measurement.ranks
+        return _job(row, "failed", reason=str(error), **_estimated(found.workload))
+    seconds = round(time.monotonic() - began, 2)
     return _job(
-        row,
-        "traced",
-        traced_bytes=rank.peak.peak_allocated_bytes,
-        traced_first_step_bytes=rank.first_step_peak_bytes,
-        traced_between_steps_bytes=sum(row.block_bytes for row in trace.ledger.between_steps().rows),
-        seconds=round(seconds, 2),
-        assumed=tuple(found.assumed),
+        row, "traced", seconds=seconds, assumed=tuple(found.assumed), **_seen(trace), **_estimated(found.workload)
     )
+
+
+def _seen(trace: Trace) -> dict[str, object]:
+    (rank,) = trace.measurement.ranks
+    return {
+        "traced_bytes": rank.peak.peak_allocated_bytes,
+        "traced_first_step_bytes": rank.first_step_peak_bytes,
+        "traced_between_steps_bytes": trace.ledger.between_steps().total(blocks=True),
+    }
+
+
+def _estimated(workload: Workload) -> dict[str, object]:
+    """The same by formula, and what it answers for; no figures where the estimate refuses the job."""
+    facts: dict[str, object] = {"workload_hash": workload.content_hash[:16]}
+    try:
+        result = estimate(workload, stage=workload.parallelism.pp - 1)
+        peaks = result.ledger.phase_peaks()
+    except LabkitError:
+        return facts
+    return facts | {
+        "estimated_bytes": max(peak.bytes for peak in peaks),
+        "estimated_first_step_bytes": max(peak.bytes for peak in peaks if peak.iteration <= 1),
+        "estimated_between_steps_bytes": result.ledger.between_steps().total(blocks=True),
+        "margin_bytes": result.margin_bytes(peaks),
+    }
 
 
 def _job(row: Row, status: Status, **fields: object) -> Job:

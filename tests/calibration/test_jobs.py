@@ -10,8 +10,8 @@ from typing import Literal
 
 import pytest
 
-from benchmarks.accuracy_megatron_ci import DEFAULT_CASES, show, summary
-from benchmarks.megatron_ci import Job, Row, read_rows, traced
+from benchmarks.accuracy_megatron_ci import show, summary
+from labkit.calibration.jobs import DEFAULT_JOBS, Job, Row, read_rows, traced
 from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
@@ -19,8 +19,8 @@ from labkit.importers.megatron import MegatronReader
 
 pytestmark = pytest.mark.slow
 
-FIRST = json.loads(DEFAULT_CASES.read_text(encoding="utf-8").partition("\n")[0])
-ROWS = {row.case: row for row in read_rows(DEFAULT_CASES)}
+FIRST = json.loads(DEFAULT_JOBS.read_text(encoding="utf-8").partition("\n")[0])
+ROWS = {row.case: row for row in read_rows(DEFAULT_JOBS)}
 
 
 @pytest.fixture(scope="module")
