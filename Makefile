@@ -44,10 +44,10 @@ accuracy: env  ## Hold the estimate against peaks measured on H200 (ACCURACY_ARG
 	@$(BIN)/python benchmarks/accuracy_h200.py $(ACCURACY_ARGS)
 
 cells: env  ## Trace the cells measured on H200, beside the estimate (CELLS_ARGS="--only TEXT")
-	@$(BIN)/python benchmarks/trace_h200.py --keep data/traced/h200_lora_cells.csv $(CELLS_ARGS)
+	@$(BIN)/python benchmarks/trace_h200.py $(CELLS_ARGS)
 
 jobs: env  ## Trace Megatron-LM's own CI jobs and compare with their measured peaks (JOBS_ARGS="--only TEXT")
-	@$(BIN)/python benchmarks/accuracy_megatron_ci.py --keep data/traced/megatron_ci_jobs.csv $(JOBS_ARGS)
+	@$(BIN)/python benchmarks/accuracy_megatron_ci.py $(JOBS_ARGS)
 
 lab: env  ## Open the notebooks in JupyterLab (LAB_ARGS=--no-browser over ssh)
 	@$(BIN)/labkit lab $(LAB_ARGS)

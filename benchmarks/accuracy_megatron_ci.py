@@ -1,9 +1,10 @@
 """Trace Megatron-LM's functional-test jobs without a GPU and compare with what NVIDIA's machines measured.
 
-`python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME]
-[--keep FILE.csv] [--json]` prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
+`python benchmarks/accuracy_megatron_ci.py [--cases FILE.jsonl] [--limit N] [--only TEXT] [--group NAME] [--json]`
+prints for each job the traced and the measured peak of its last rank, the signed error, and the same for the first
 step and for what is alive between steps, or why it did not run; then a summary by family, GPU and date. No figure is
-scaled; the versions that rows do not name are stated in `labkit/calibration/jobs.py`.
+scaled; the versions that rows do not name are stated in `labkit/calibration/jobs.py`. Figures of the shipped jobs are
+kept in `data/traced` (`--keep FILE.csv` for another file, and for other jobs), with those of the estimate beside them.
 """
 
 import json
@@ -20,17 +21,25 @@ from rich.text import Text
 
 from benchmarks.running import Parser, at_least_one, traced_each
 from labkit.calibration.jobs import DEFAULT_JOBS, FAMILIES, Job, Row, read_rows, relative, traced
-from labkit.calibration.kept import JOBS, keep
+from labkit.calibration.kept import JOBS, KEPT_JOBS, keep
 from labkit.console import Terminal
 from labkit.drivers.trace.server import TraceServer
 from labkit.errors import InputError
 from labkit.importers.megatron import MegatronReader
 
 
-def run(rows: Sequence[Row], workers: int) -> list[Job]:
-    """Every job, in the order of `rows`."""
+def run(rows: Sequence[Row], workers: int, kept: Path | None) -> list[Job]:
+    """Every job, in the order of `rows`; each is kept in the file as soon as it is there."""
     with MegatronReader() as reader, TraceServer() as server:
-        return traced_each(lambda row: traced(row, reader, server), rows, workers, _said)
+        return traced_each(
+            lambda row: traced(row, reader, server), rows, workers, said=_said, kept=partial(_keep, kept, rows)
+        )
+
+
+def _keep(path: Path | None, rows: Sequence[Row], job: Job) -> None:
+    if path is not None:
+        works = {row.case: row.work_hash for row in rows}
+        keep(path, JOBS, [asdict(job) | {"work_hash": works[job.case]}])
 
 
 def _said(job: Job) -> str:
@@ -156,11 +165,6 @@ def show(jobs: Sequence[Job], console: Console) -> None:
     console.print(Text(_growth_sentence(jobs)))
 
 
-def _kept(job: Job, row: Row) -> dict[str, object]:
-    shown = {name: value for name, value in asdict(job).items() if name in JOBS}
-    return {**dict.fromkeys(JOBS), **shown, "work_hash": row.work_hash}
-
-
 def main() -> None:
     """Run what was asked for."""
     parser = Parser(description="Trace Megatron-LM's functional-test jobs and compare.")
@@ -169,7 +173,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds the text")
     parser.add_argument("--group", action="append", default=[], choices=["current", "older", "resumed"])
     parser.add_argument("--workers", type=at_least_one, default=2, help="traces at once (2)")
-    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="a file to keep the figures in")
+    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="where to keep the figures")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     began = time.monotonic()
@@ -185,10 +189,8 @@ def main() -> None:
     ]
     if not chosen:
         parser.error("no job has that name and group" if rows else f"{options.cases}: there is no job in it")
-    chosen = chosen[: options.limit]
-    jobs = run(chosen, options.workers)
-    if options.keep:
-        keep(options.keep, JOBS, map(_kept, jobs, chosen))
+    kept = options.keep or (KEPT_JOBS if options.cases == DEFAULT_JOBS else None)
+    jobs = run(chosen[: options.limit], options.workers, kept)
     if options.json:
         print(
             json.dumps(

@@ -80,7 +80,7 @@ def measured(name: str, server: TraceServer) -> Case:
 def run(names: Sequence[str], workers: int) -> list[Case]:
     """Every case, in the order of `names`."""
     with TraceServer() as server:
-        return traced_each(lambda name: measured(name, server), names, workers, _said)
+        return traced_each(lambda name: measured(name, server), names, workers, said=_said)
 
 
 def _said(case: Case) -> str:

@@ -29,11 +29,17 @@ def at_least_one(text: str) -> int:
 
 
 def traced_each[Case, Result](
-    work: Callable[[Case], Result], cases: Sequence[Case], workers: int, said: Callable[[Result], str]
+    work: Callable[[Case], Result],
+    cases: Sequence[Case],
+    workers: int,
+    *,
+    said: Callable[[Result], str],
+    kept: Callable[[Result], object] = lambda _: None,
 ) -> list[Result]:
     """What `work` makes of each case, in their order, `workers` at a time.
 
-    As soon as a case is done stderr has a line, with what `said` makes of its result; a terminal also has a bar.
+    As soon as a case is done `kept` is given its result, and stderr has a line with what `said` makes of it; a
+    terminal also has a bar.
     """
     console = Terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -42,6 +48,7 @@ def traced_each[Case, Result](
         task = None if bar is None else bar.add_task("tracing", total=len(cases))
         waiting = [pool.submit(work, case) for case in cases]
         for number, done in enumerate(as_completed(waiting), start=1):
+            kept(done.result())
             console.print(Text(f"{number}/{len(cases)} {said(done.result())}"))
             if bar is not None and task is not None:
                 bar.advance(task)

@@ -5,7 +5,8 @@
 labkit's own LoRA wrappers (`labkit/drivers/lora`) run in Megatron Core's model over tensors without data; what each
 phase takes above the baseline is read off the trace as off the estimate (`labkit/calibration/accuracy.py`). `tensors`
 is how far the two sides' retained tensors are from each other: what else they differ in is where the allocator puts
-them. Cells with context parallelism are not traced.
+them. Cells with context parallelism are not traced. Traces of the shipped cells are kept in `data/traced`, of others
+in the file that `--keep` names.
 """
 
 import json
@@ -13,6 +14,7 @@ import signal
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,7 @@ from rich.table import Table
 from benchmarks.running import Parser, at_least_one, traced_each
 from labkit.calibration.accuracy import MANY_ROWS, increments
 from labkit.calibration.cells import DEFAULT_CELLS, Cell, read
-from labkit.calibration.kept import CELLS, keep
+from labkit.calibration.kept import CELLS, KEPT_CELLS, keep
 from labkit.console import Terminal, printable
 from labkit.drivers.contract import Unfinished
 from labkit.drivers.trace.server import TraceServer
@@ -122,9 +124,12 @@ def show(found: Sequence[Traced], untraced: Sequence[Untraced], console: Console
         console.print(f"{cell.case}: {printable(cell.reason)}")
 
 
-def _kept(each: Traced | Untraced, work_hash: str) -> dict[str, object]:
-    shown = {name: value for name, value in asdict(each).items() if name in CELLS}
-    return {**dict.fromkeys(CELLS), **shown, "work_hash": work_hash}
+def _keep(path: Path | None, cells: Sequence[Cell], result: list[Traced] | Untraced) -> None:
+    """Keep what came of a cell; no path, no file."""
+    if path is not None:
+        works = {cell.case: cell.work_hash for cell in cells}
+        figures = [result] if isinstance(result, Untraced) else result
+        keep(path, CELLS, [asdict(each) | {"work_hash": works[each.case]} for each in figures])
 
 
 def main() -> None:
@@ -133,20 +138,23 @@ def main() -> None:
     parser.add_argument("--cells", type=Path, default=DEFAULT_CELLS, help="CSV of measured cells")
     parser.add_argument("--only", default="", help="cells whose name or group contains this")
     parser.add_argument("--workers", type=at_least_one, default=1, help="traces at once")
-    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="a file to keep the traced bytes in")
+    parser.add_argument("--keep", type=Path, metavar="FILE.csv", help="where to keep the traced bytes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args()
     try:
         cells = [cell for cell in read(options.cells, DEFAULT_CELLS) if options.only in f"{cell.case} {cell.group}"]
         with TraceServer(options.workers) as server:
-            results = traced_each(lambda cell: both_sides(cell, server), cells, options.workers, _said)
+            results = traced_each(
+                lambda cell: both_sides(cell, server),
+                cells,
+                options.workers,
+                said=_said,
+                kept=partial(_keep, options.keep or (KEPT_CELLS if options.cells == DEFAULT_CELLS else None), cells),
+            )
     except LabkitError as error:
         parser.error(str(error))
     untraced = [each for each in results if isinstance(each, Untraced)]
     found = [row for each in results if not isinstance(each, Untraced) for row in each]
-    if options.keep:
-        works = {cell.case: cell.work_hash for cell in cells}
-        keep(options.keep, CELLS, (_kept(each, works[each.case]) for each in (*found, *untraced)))
     if options.json:
         groups = {name: {"figures": n, "estimate": e, "trace": t} for name, n, e, t in summary(found)}
         rows = {"cells": [asdict(each) for each in found], "untraced": [asdict(each) for each in untraced]}

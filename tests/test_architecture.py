@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "admission": TABLE | {"memory", "plan", "diagnose", "admission"},
     "check": GROUND | {"study"},
     "starters": TABLE | {"console", "memory", "drivers", "study", "plan", "starters"},
+    "calibration": TABLE | {"memory", "drivers", "importers", "calibration"},
     "diagnose": TABLE | {"console", "snapshot", "memory", "drivers", "importers", "plan", "diagnose"},
     "workbench": TABLE
     | {
@@ -41,6 +42,7 @@ MAY_IMPORT = {
         "study",
         "plan",
         "admission",
+        "calibration",
         "check",
         "diagnose",
         "workbench",

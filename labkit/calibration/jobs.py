@@ -46,6 +46,12 @@ MEGATRON_OF_SHARDED = "0.18.0rc0"
 """What the jobs with Megatron-FSDP ran, between 0.17 and 0.18: their bytes say so (`docs/megatron_ci.md`)."""
 CURRENT = "2026-07"
 """Golden values of this month and later come from a Megatron close to 0.19."""
+_SIZES = {
+    "tp": "tensor-model-parallel-size",
+    "cp": "context-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "ep": "expert-model-parallel-size",
+}
 _OFFLOADED = "fine-grained-activation-offloading"
 FAMILIES = {"moe": "moe, mixtral, hybrid", "mixtral": "moe, mixtral, hybrid", "hybrid": "moe, mixtral, hybrid"}
 """Families that are judged together."""
@@ -74,11 +80,15 @@ class Row(Part):
     @property
     def world_size(self) -> int | None:
         """The job's GPUs; None where a machine's eight do not fit its layout and batch: then as many as those need."""
-        sizes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
-        needed = math.prod(_size(self.megatron_args.get(name)) for name in sizes)
+        needed = math.prod(size for name, size in self.sizes.items() if name != "ep")
         batch, micro_batch = (_size(self.megatron_args.get(f"{name}-batch-size")) for name in ("global", "micro"))
         fits = DEFAULT_GPUS % needed == 0 and batch % (micro_batch * (DEFAULT_GPUS // needed)) == 0
         return self.n_gpus or (DEFAULT_GPUS if fits else None)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of its tensor, context, pipeline and expert parallelism: tp, cp, pp, ep."""
+        return {name: _size(self.megatron_args.get(argument)) for name, argument in _SIZES.items()}
 
     @property
     def group(self) -> str:

@@ -71,15 +71,20 @@ def read_kept(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
     return frame
 
 
-def keep(path: Path, schema: Mapping[str, Any], rows: Iterable[Mapping[str, object]]) -> None:
+def keep(path: Path, schema: Mapping[str, Any], rows: Iterable[dict[str, object]]) -> None:
     """Write rows beside those that the file has of other cases; what is said of how they were made is added here.
+
+    Args:
+        path: the file; a new one is made.
+        schema: `CELLS` or `JOBS`.
+        rows: all of one or more cases; names that are no columns are left out, columns without a value stay empty.
 
     Raises:
         InputError: the file that is there is none of kept figures.
         OSError: it cannot be written.
     """
     made = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **trace_versions()}
-    new = pl.DataFrame([{**row, **made} for row in rows], schema=dict(schema))
+    new = pl.DataFrame([{name: (row | made).get(name) for name in schema} for row in rows], schema=dict(schema))
     old = read_kept(path, schema) if path.exists() else new.clear()
     whole = pl.concat([old.filter(~pl.col("case").is_in(new["case"].implode())), new])
     write_atomically(path, whole.sort("case", maintain_order=True).write_csv())

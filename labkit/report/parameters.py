@@ -163,10 +163,20 @@ class Explore(Parameters):
     """A workload file, or the name of one that ships with labkit."""
 
 
+class Calibration(Parameters):
+    """Parameters of `notebooks/calibration.py`."""
+
+    notebook: ClassVar[str] = "calibration"
+
+    cells: InputFile | None = None
+    """A file of cells that you measured, with the columns of `data/published/h200_lora_peaks.csv`."""
+
+
 MODELS: dict[str, type[Parameters]] = {
     model.notebook: model
     for model in (
         Admission,
+        Calibration,
         Diagnosis,
         Estimate,
         Explore,

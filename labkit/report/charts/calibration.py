@@ -1,0 +1,256 @@
+"""The charts of a calibration: errors against measured figures, how they are spread, and what the margin covers.
+
+Frames are `labkit.workbench.calibration`'s. Errors are percent of the measured figure, on a scale that is even around
+zero and logarithmic beyond (symlog), since hundredths and tens of a percent both matter.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import altair as alt
+import polars as pl
+
+from labkit.report.data import clean, display_labels, relabelled
+from labkit.report.encodings import layered, rows_data, source_colour, source_shape
+from labkit.report.figure import Figure
+from labkit.report.theme import SOURCES
+from labkit.workload.gpu import GIB
+
+DRAWN: Final = ("estimated", "traced")
+"""Sources that are compared with the measured."""
+BASES: Final = ("held out", "calibrated")
+_LEAST: Final = 0.001
+"""Percent; smaller errors are drawn there."""
+_TICKS: Final = [0.1, 0.3, 1, 3, 10, 30, 100]
+_GOLDEN: Final = 0.618034
+"""Multiples of it, without their whole part, lie evenly and look random: points of a row do not hide each other."""
+_WHO: Final = (
+    alt.Tooltip("candidate:N", title="case"),
+    alt.Tooltip("source:N", title="source"),
+    alt.Tooltip("basis:N", title="basis"),
+    alt.Tooltip("phase:N", title="figure"),
+    alt.Tooltip("split:N", title="layout"),
+)
+
+
+def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, str]) -> Figure:
+    """Every figure's error by group, estimated and traced; the reader picks what the groups are.
+
+    Args:
+        figures: case, basis, phase, split, measured_bytes, estimated_bytes, traced_bytes, and the columns of `facets`.
+        name: of the figure.
+        title: over the chart.
+        facets: columns to group by, in words; the first is what is shown first.
+    """
+    rows = _points(figures, facets)
+    chosen = alt.param(
+        name=f"{name}_by",
+        value=next(iter(facets)),
+        bind=alt.binding_select(options=list(facets), labels=list(facets.values()), name="Group by "),
+    )
+    most = max([1, *(rows[column].n_unique() for column in facets)])
+    base = alt.Chart().transform_calculate(group=f"datum[{name}_by]").transform_filter("isValid(datum.group)")
+    points = base.mark_point(size=46, strokeWidth=1.3).encode(
+        y=alt.Y("group:N", title=None, axis=alt.Axis(ticks=False, domain=False, labelPadding=8)),
+        yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, len(DRAWN)])),
+        x=_percent(rows["percent"], "error, % of the measured (above zero: labkit is too high)"),
+        color=source_colour(rows),
+        shape=source_shape(rows),
+        fill=_fill(rows),
+        fillOpacity=_filled(),
+        tooltip=[
+            *_WHO,
+            alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
+            alt.Tooltip("gib:Q", title="estimated or traced (GiB)", format=".3f"),
+            alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
+        ],
+    )
+    return Figure(
+        name,
+        "Signed error of every figure, estimated and traced, in % of the measured one; the scale is even around zero "
+        "and logarithmic beyond. Filled marks: held out; hollow ones: a choice was made in view of the case.",
+        layered([_zero(), points], rows, title, 40 + most * 44).add_params(chosen),
+    )
+
+
+def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
+    """How many figures are within which error: a rising line for each source, held out and calibrated apart.
+
+    Args:
+        figures: as for `errors`.
+        name: of the figure.
+        title: over the chart.
+    """
+    rows = _points(figures, {}).with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
+    series = ["source", "basis"]
+    rows = rows.sort("size", maintain_order=True).with_columns(
+        share=pl.int_range(1, pl.len() + 1).over(series) / pl.len().over(series) * 100
+    )
+    x = alt.X(
+        "size:Q",
+        title="absolute error, % of the measured, at most",
+        scale=alt.Scale(type="log", domain=[_LEAST, max(1.0, _highest(rows["size"]))], nice=False),
+        axis=alt.Axis(values=[_LEAST, 0.01, *_TICKS], format="~g"),
+    )
+    y = alt.Y("share:Q", title="share of the figures (%)", scale=alt.Scale(domain=[0, 100]))
+    dash = alt.StrokeDash(
+        "basis:N",
+        scale=alt.Scale(domain=list(BASES), range=[[1, 0], [4, 3]]),
+        legend=alt.Legend(orient="top", title=None, symbolType="stroke"),
+    )
+    lines = (
+        alt.Chart()
+        .mark_line(interpolate="step-after", strokeWidth=1.6)
+        .encode(x=x, y=y, color=source_colour(rows), strokeDash=dash)
+    )
+    points = (
+        alt.Chart()
+        .mark_point(size=26, strokeWidth=1.2)
+        .encode(
+            x=x,
+            y=y,
+            color=source_colour(rows),
+            shape=source_shape(rows),
+            fill=_fill(rows),
+            fillOpacity=_filled(),
+            tooltip=[
+                *_WHO,
+                alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
+                alt.Tooltip("share:Q", title="figures within it (%)", format=".0f"),
+            ],
+        )
+    )
+    return Figure(
+        name,
+        "Share of the figures whose absolute error is at most so large, in % of the measured, on a logarithmic scale: "
+        "estimated and traced; solid lines and filled marks are held out, dashed lines and hollow marks calibrated.",
+        layered([lines, points], rows, title, 260),
+    )
+
+
+def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
+    """What the estimate with its margin has above every measured figure; left of zero it would not have been enough.
+
+    Args:
+        figures: case, basis, phase, split, group, measured_bytes, covering_bytes; rows without the last are left out.
+        name: of the figure.
+        title: over the chart.
+    """
+    known = figures.filter(pl.col("covering_bytes").is_not_null()).with_columns(
+        source=pl.lit("estimated"), value=pl.col("covering_bytes")
+    )
+    rows = _charted(known, {"group": ""}).with_columns(
+        covered=pl.when(pl.col("percent") >= 0).then(pl.lit("covered")).otherwise(pl.lit("not covered"))
+    )
+    groups = rows["group"].unique(maintain_order=True).to_list()
+    counts = rows.group_by("group", maintain_order=True).agg(
+        pl.format("{} of {}", (pl.col("percent") >= 0).sum(), pl.len()).alias("text")
+    )
+    y = alt.Y("group:N", title=None, sort=groups, axis=alt.Axis(ticks=False, domain=False, labelPadding=8))
+    title_x = "estimate with its margin, % above the measured"
+    x = _percent(rows["percent"], title_x)
+    states = ["covered", "not covered"]
+    points = (
+        alt.Chart()
+        .mark_point(size=46, strokeWidth=1.3, opacity=0.8)
+        .encode(
+            y=y,
+            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, 1])),
+            x=x,
+            color=alt.Color(
+                "covered:N",
+                scale=alt.Scale(domain=states, range=[SOURCES["estimated"].colour, SOURCES["recorded"].colour]),
+                legend=alt.Legend(orient="top", title=None),
+            ),
+            shape=alt.Shape(
+                "covered:N",
+                scale=alt.Scale(domain=states, range=[SOURCES["estimated"].shape, SOURCES["recorded"].shape]),
+                legend=alt.Legend(orient="top", title=None),
+            ),
+            tooltip=[
+                *_WHO,
+                alt.Tooltip("percent:Q", title="headroom (%)", format="+.2f"),
+                alt.Tooltip("gib:Q", title="estimate with margin (GiB)", format=".3f"),
+                alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
+            ],
+        )
+    )
+    labels = (
+        alt.Chart(rows_data(counts))
+        .mark_text(style="note", align="right", dx=-2)
+        .encode(y=y, x=alt.value("width"), text="text:N")
+        .properties(name="note_counts")
+    )
+    return Figure(
+        name,
+        "What the estimate with its margin has above each measured figure, in %; on the right how many of the group it "
+        "covers. A cross left of zero is a figure that it does not cover. Estimated against measured.",
+        layered([_zero(), points, labels], rows, title, 40 + max(1, len(groups)) * 40),
+    )
+
+
+def _points(figures: pl.DataFrame, facets: Mapping[str, str]) -> pl.DataFrame:
+    """A row for each figure and source that has one."""
+    sides = [
+        figures.filter(pl.col(f"{source}_bytes").is_not_null()).with_columns(
+            source=pl.lit(source), value=pl.col(f"{source}_bytes")
+        )
+        for source in DRAWN
+    ]
+    return _charted(pl.concat(sides), facets)
+
+
+def _charted(figures: pl.DataFrame, facets: Mapping[str, str]) -> pl.DataFrame:
+    """What a chart shows of figures: `source` and `value` (bytes) beside the measured ones."""
+    named = relabelled(figures.rename({"case": "candidate"}), display_labels(figures["case"]))
+    rows = named.with_columns(
+        percent=((pl.col("value") / pl.col("measured_bytes") - 1) * 100).round(4),
+        gib=(pl.col("value") / GIB).round(4),
+        measured_gib=(pl.col("measured_bytes") / GIB).round(4),
+        place=(
+            pl.col("source").replace_strict({name: place for place, name in enumerate(DRAWN)}, return_dtype=pl.Int64)
+            + 0.15
+            + pl.int_range(pl.len()) * _GOLDEN % 1 * 0.7
+        ).round(3),
+    )
+    columns = ["candidate", "source", "basis", "phase", "split", "percent", "gib", "measured_gib", "place"]
+    return clean(rows, [*columns, *(name for name in facets if name not in columns)])
+
+
+def _percent(values: pl.Series, title: str) -> alt.X:
+    """Percent on a scale that is even around zero and logarithmic beyond."""
+    most = max(0.3, _highest(values.abs())) * 1.15
+    low = -most if (values < 0).any() else -0.1
+    high = most if (values > 0).any() else 0.1
+    ticks = [value for each in _TICKS for value in (-each, each)]
+    return alt.X(
+        "percent:Q",
+        title=title,
+        scale=alt.Scale(type="symlog", constant=0.1, domain=[low, high], nice=False),
+        axis=alt.Axis(values=sorted([0, *ticks]), format="+~g"),
+    )
+
+
+def _highest(values: pl.Series) -> float:
+    return max([0.0, *(float(value) for value in values if value is not None)])
+
+
+def _fill(rows: pl.DataFrame) -> alt.Fill:
+    present = [name for name in DRAWN if name in rows["source"].to_list()]
+    return alt.Fill(
+        "source:N", scale=alt.Scale(domain=present, range=[SOURCES[name].colour for name in present]), legend=None
+    )
+
+
+def _filled() -> alt.FillOpacity:
+    """Held out by a filled mark, calibrated by a hollow one."""
+    return alt.FillOpacity(
+        "basis:N",
+        scale=alt.Scale(domain=list(BASES), range=[0.75, 0]),
+        legend=alt.Legend(orient="top", title=None, symbolType="circle"),
+    )
+
+
+def _zero() -> alt.Chart:
+    rule: alt.Chart = alt.Chart(rows_data([{"zero": 0}])).mark_rule(style="guide").encode(x="zero:Q")
+    return rule

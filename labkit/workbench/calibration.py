@@ -1,0 +1,440 @@
+"""What the notebook `calibration` shows: estimates and traces beside what machines measured, and how far off they are.
+
+Errors are fractions of the measured figure, above zero where labkit is too high. Estimates of the H200 cells and of the
+published studies are made on the spot; traces, and whatever there is of the CI jobs, are kept ones (`data/traced`): one
+that was made of other work than today's is stale, and no figure of it is shown.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Self
+
+import polars as pl
+
+from labkit.calibration.accuracy import MANY_ROWS, compared
+from labkit.calibration.cells import CHOSEN_FROM, DEFAULT_CELLS, WARM, Cell, read
+from labkit.calibration.jobs import DEFAULT_JOBS, Row, read_rows
+from labkit.calibration.kept import CELLS, JOBS, KEPT_CELLS, KEPT_JOBS, read_kept
+from labkit.calibration.known import Known
+from labkit.drivers.trace.versions import trace_versions
+from labkit.study import Study
+from labkit.workload.files import data_directory
+
+OWN, H200, JOB, STUDY = "your cells", "H200 cells", "CI jobs", "published studies"
+COLLECTIONS: Final = (OWN, H200, JOB, STUDY)
+"""Where measured figures come from."""
+HELD_OUT, CALIBRATED = "held out", "calibrated"
+BASES: Final = (HELD_OUT, CALIBRATED)
+"""Whether a choice that no source decides was made in view of the case."""
+STUDIES: Final = ("moonlight-16b", "nemotron-3-nano")
+
+FIGURES: Final = {
+    "collection": pl.String,
+    "case": pl.String,
+    "basis": pl.String,
+    "models": pl.String,
+    "phase": pl.String,
+    "layout": pl.String,
+    "start": pl.String,
+    "size": pl.String,
+    "machine": pl.String,
+    "goldens": pl.String,
+    "counted": pl.Boolean,
+    "split": pl.String,
+    "rows": pl.Int64,
+    "measured_bytes": pl.Int64,
+    "estimated_bytes": pl.Int64,
+    "covering_bytes": pl.Int64,
+    "traced_bytes": pl.Int64,
+    "trace": pl.String,
+    "why": pl.String,
+    "known": pl.String,
+}
+"""A measured figure and what labkit says of it. `layout`: which kind of split decides; `split`: the sizes; `start`: the
+first run of its process, or a warm one; `goldens`: of CI jobs. `counted`: part of the headline (a warm repetition is a
+figure of its own, as are older golden values and jobs that resume). `covering_bytes`: the estimate with its margin.
+`trace`: ok, stale, not traced, or how the trace ended; `why`: the reason where it is not ok. `known`: why the case is
+off."""
+
+FACETS: Final[Mapping[str, Mapping[str, str]]] = {
+    H200: {
+        "models": "models and routing",
+        "phase": "phase",
+        "layout": "parallel layout",
+        "start": "state of the process",
+        "size": "rows a rank",
+    },
+    JOB: {
+        "models": "models",
+        "machine": "GPU",
+        "phase": "figure",
+        "layout": "parallel layout",
+        "goldens": "golden values",
+    },
+}
+"""Columns of `FIGURES` that figures are grouped by."""
+FACETS_OF: Final = {**FACETS, OWN: FACETS[H200], STUDY: {"models": "study"}}
+
+_MODELS = {"moe": "experts, routing even", "moe concentrated": "experts, concentrated"}
+_PHASES = {
+    "retained": "retained by forward",
+    "forward": "forward peak",
+    "forward_backward": "forward and backward peak",
+    "repeat_forward": "forward peak, second repetition",
+}
+_GOLDENS = {"current": "July 2026 and later", "older": "older", "resumed": "resumed from a checkpoint"}
+_SMALL, _LARGE = f"below {MANY_ROWS} rows", f"{MANY_ROWS} rows and more"
+_JOB_FIGURES = {"peak": "", "first step's peak": "first_step_", "between steps": "between_steps_"}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Figures beside measured ones.
+
+    Attributes:
+        figures: columns `FIGURES`.
+        made: of the kept figures, when and by which versions: collection, date, driver, versions, figures.
+    """
+
+    figures: pl.DataFrame
+    made: pl.DataFrame
+
+    @classmethod
+    def of(cls, cells: Path | None = None) -> Self:
+        """All shipped measurements, and a file of one's own (columns as in `data/published/h200_lora_peaks.csv`).
+
+        Raises:
+            InputError: the file is no such file, or a row of it is wrong.
+        """
+        known = Known.load()
+        kept_cells, kept_jobs = read_kept(KEPT_CELLS, CELLS), read_kept(KEPT_JOBS, JOBS)
+        rows = [
+            *(_of_cells(OWN, read(cells, DEFAULT_CELLS), kept_cells, None) if cells else ()),
+            *_of_cells(H200, read(DEFAULT_CELLS), kept_cells, known),
+            *_of_jobs(read_rows(DEFAULT_JOBS), kept_jobs, known),
+            *_of_studies(),
+        ]
+        figures = pl.DataFrame([{**dict.fromkeys(FIGURES), **row} for row in rows], schema=FIGURES)
+        made = pl.concat([_made(H200, kept_cells), _made(JOB, kept_jobs)])
+        return cls(_with_errors(figures), made)
+
+    @cached_property
+    def answers(self) -> pl.DataFrame:
+        """Of each collection, of few rows and many apart, held out and calibrated apart: the statistics of `spread`."""
+        return spread(self.figures.filter("counted"), "collection", "size", "basis")
+
+    @cached_property
+    def groups(self) -> pl.DataFrame:
+        """The same by every facet of each collection: facet (in words), group."""
+        found = []
+        for collection, facets in FACETS_OF.items():
+            mine = self.figures.filter(collection=collection)
+            for column, words in facets.items():
+                members = _members(mine, column)
+                grouped = spread(members, "collection", column, "basis")
+                found.append(grouped.rename({column: "group"}).with_columns(facet=pl.lit(words)))
+        return pl.concat(found)
+
+    @cached_property
+    def margins(self) -> pl.DataFrame:
+        """The figures that an estimate with its margin can be held against, with the `group` each belongs to."""
+        named = pl.concat_str(
+            "collection", "models", pl.when(pl.col("size") == _SMALL).then("size"), separator=", ", ignore_nulls=True
+        )
+        return self.figures.filter(pl.col("counted"), pl.col("covering_bytes").is_not_null()).with_columns(group=named)
+
+    @property
+    def cells(self) -> pl.DataFrame:
+        """Figures of H200 cells, your own first."""
+        return self.figures.filter(pl.col("collection").is_in([OWN, H200]))
+
+    @property
+    def large(self) -> pl.DataFrame:
+        """Those of them that the headline counts, of many rows."""
+        return self.cells.filter("counted", size=_LARGE)
+
+    @property
+    def peaks(self) -> pl.DataFrame:
+        """Peaks of CI jobs."""
+        return self.figures.filter(collection=JOB, phase="peak")
+
+    @property
+    def recent(self) -> pl.DataFrame:
+        """Those of them that the headline counts."""
+        return self.peaks.filter("counted")
+
+    @property
+    def studies(self) -> pl.DataFrame:
+        """Peaks of published studies."""
+        return self.figures.filter(collection=STUDY)
+
+    def groups_of(self, *collections: str) -> pl.DataFrame:
+        """Those of `groups` that some collections have."""
+        return self.groups.filter(pl.col("collection").is_in(collections))
+
+    def worst(self, *collections: str, most: int = 10) -> pl.DataFrame:
+        """The cases that are furthest off, each by its furthest figure, of estimate or trace; columns of `figures`."""
+        mine = self.figures.filter(pl.col("collection").is_in(collections), "counted")
+        far = pl.max_horizontal(pl.col("estimated_error").abs(), pl.col("traced_error").abs())
+        ordered = mine.with_columns(far.alias("furthest")).filter(pl.col("furthest").is_not_null())
+        ordered = ordered.sort("furthest", descending=True, maintain_order=True)
+        return ordered.unique("case", keep="first", maintain_order=True).head(most).drop("furthest")
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The answer: held out and calibrated apart, estimate and trace apart, and what coverage is worth."""
+        return tuple(_sentences(self))
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """What has no trace, by reason."""
+        missing = self.figures.filter(pl.col("trace") != "ok").unique(["collection", "case"], maintain_order=True)
+        alike = missing.group_by("collection", "trace", "why", maintain_order=True).agg("case")
+        return tuple(
+            f"{row['collection']}, {row['trace']}: {_named(row['case'])}{': ' + row['why'] if row['why'] else ''}."
+            for row in alike.iter_rows(named=True)
+        )
+
+    @property
+    def description(self) -> str:
+        """What was compared, in a sentence."""
+        own = "your own cells, " if not self.figures.filter(collection=OWN).is_empty() else ""
+        return f"labkit's estimates and traces beside {own}cells measured on H200, Megatron-LM's CI jobs and published studies."
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was compared with what, for the report's head."""
+        cases = self.figures.unique(["collection", "case"]).group_by("collection").len()
+        counts = dict(cases.iter_rows())
+        return {
+            "Measured": "; ".join(f"{name}: {counts[name]}" for name in COLLECTIONS if name in counts),
+            "Estimated with": f"labkit {trace_versions()['labkit']}, H200 cells and studies now, CI jobs when traced",
+            **{
+                f"Traced ({row['collection']})": f"{row['versions']} on {row['date']}"
+                for row in self.made.iter_rows(named=True)
+            },
+        }
+
+
+def spread(figures: pl.DataFrame, *by: str) -> pl.DataFrame:
+    """Errors by group, in the groups' first order: of each source how many there are, and how large and which way.
+
+    Columns: `by`, figures, covered, headroom (mean), and for `estimated` and `traced` each ..._figures,
+    ..._mean (of absolute errors), ..._median, ..._p90, ..._lowest, ..._highest (signed).
+    """
+    margin = pl.col("headroom")
+    columns = [pl.len().alias("figures"), margin.count().alias("with_margin"), (margin >= 0).sum().alias("covered")]
+    columns += [margin.mean().alias("headroom"), margin.min().alias("least_headroom")]
+    for source in ("estimated", "traced"):
+        error = pl.col(f"{source}_error")
+        columns += [
+            error.count().alias(f"{source}_figures"),
+            error.abs().mean().alias(f"{source}_mean"),
+            error.abs().median().alias(f"{source}_median"),
+            error.abs().quantile(0.9, "higher").alias(f"{source}_p90"),
+            error.min().alias(f"{source}_lowest"),
+            error.max().alias(f"{source}_highest"),
+        ]
+    return figures.group_by(*by, maintain_order=True).agg(columns)
+
+
+def _with_errors(figures: pl.DataFrame) -> pl.DataFrame:
+    measured = pl.col("measured_bytes")
+    return figures.with_columns(
+        estimated_error=pl.col("estimated_bytes") / measured - 1,
+        traced_error=pl.col("traced_bytes") / measured - 1,
+        headroom=pl.col("covering_bytes") / measured - 1,
+    )
+
+
+def _of_cells(
+    collection: str, cells: Iterable[Cell], kept: pl.DataFrame, known: Known | None
+) -> Iterator[dict[str, Any]]:
+    traces = _by_case(kept)
+    for cell in cells:
+        layout = cell.workload.parallelism
+        trace, why, traced = _kept_of(traces.get(cell.case), cell.work_hash, "make cells")
+        for each in compared(cell):
+            yield {
+                "collection": collection,
+                "case": cell.case,
+                "basis": CALIBRATED if collection == H200 and cell.case in CHOSEN_FROM else HELD_OUT,
+                "models": _MODELS.get(cell.group, cell.group) + (" (yours)" if collection == OWN else ""),
+                "phase": _PHASES[each.phase],
+                "start": "first of its process" if cell.cold else "warm",
+                "size": _LARGE if cell.rows >= MANY_ROWS else _SMALL,
+                "machine": "H200" if collection == H200 else None,
+                "counted": each.phase not in WARM,
+                "rows": cell.rows,
+                "measured_bytes": each.measured_bytes,
+                "estimated_bytes": each.estimate_raw_bytes,
+                "covering_bytes": each.estimate_bytes,
+                "traced_bytes": next((row["traced_bytes"] for row in traced if row["phase"] == each.phase), None),
+                "trace": trace,
+                "why": why,
+                "known": known.of(cell.case) if known else None,
+                **_split(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep),
+            }
+
+
+def _of_jobs(rows: Iterable[Row], kept: pl.DataFrame, known: Known) -> Iterator[dict[str, Any]]:
+    traces = _by_case(kept)
+    for row in rows:
+        trace, why, found = _kept_of(traces.get(row.case), row.work_hash, "make jobs")
+        facts = found[0] if found else {}
+        older = "An older golden value, which other versions made." if row.group == "older" else None
+        measured = (row.peak_allocated_bytes, row.peak_first_step_bytes, row.allocated_bytes)
+        for (words, name), nbytes in zip(_JOB_FIGURES.items(), measured, strict=True):
+            if nbytes is None:
+                continue
+            estimated, margin = facts.get(f"estimated_{name}bytes"), facts.get("margin_bytes")
+            yield {
+                "collection": JOB,
+                "case": row.case,
+                "basis": CALIBRATED if row.chosen_from else HELD_OUT,
+                "models": row.together,
+                "phase": words,
+                "machine": row.gpu,
+                "goldens": _GOLDENS[row.group],
+                "counted": not name and row.group == "current",
+                "measured_bytes": nbytes,
+                "estimated_bytes": estimated,
+                "covering_bytes": None if name or estimated is None or margin is None else estimated + margin,
+                "traced_bytes": facts.get(f"traced_{name}bytes"),
+                "trace": trace,
+                "why": why,
+                "known": known.of(row.case) or older,
+                **_split(**row.sizes),
+            }
+
+
+def _of_studies() -> Iterator[dict[str, Any]]:
+    """The peaks that studies were published with; their traces are those of the studies' own stores."""
+    for name in STUDIES:
+        path = data_directory() / "studies" / f"{name}.yaml"
+        for found in Study.load(path).results().candidates:
+            published = None if found.published is None else found.published.peak_allocated_bytes
+            if not published:
+                continue  # it ran out of memory
+            estimated, layout = found.estimate.summary, found.candidate.workload.parallelism
+            yield {
+                "collection": STUDY,
+                "case": f"{name} {found.candidate.label}",
+                "basis": CALIBRATED,
+                "models": name,
+                "phase": "peak",
+                "machine": found.candidate.workload.training.gpu,
+                "counted": True,
+                "measured_bytes": published,
+                "estimated_bytes": estimated.peak_allocated_bytes,
+                "covering_bytes": estimated.peak_allocated_bytes + estimated.margin_bytes,
+                "traced_bytes": None if found.traced is None else found.traced.peak_allocated_bytes,
+                "trace": "not traced" if found.traced is None else "ok",
+                "why": f"labkit study run data/studies/{name}.yaml traces them" if found.traced is None else None,
+                **_split(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep),
+            }
+
+
+def _split(**sizes: int) -> dict[str, str]:
+    """The sizes of a layout, and which of them decides."""
+    kinds = {"ep": "expert parallel", "cp": "context parallel", "pp": "pipeline", "tp": "tensor parallel"}
+    split = " ".join(f"{name.upper()} {size}" for name, size in sizes.items() if size > 1)
+    return {"split": split or "1 GPU", "layout": next((kinds[each] for each in kinds if sizes[each] > 1), "not split")}
+
+
+def _by_case(kept: pl.DataFrame) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in kept.iter_rows(named=True):
+        found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def _kept_of(
+    rows: list[dict[str, Any]] | None, work_hash: str, command: str
+) -> tuple[str, str | None, list[dict[str, Any]]]:
+    """How the trace of a case stands, why, and the kept rows to be shown; none where they are of other work."""
+    if rows is None:
+        return "not traced", "no trace of it is kept", []
+    if any(row["work_hash"] != work_hash for row in rows):
+        return "stale", f"it was made of other work than today's; {command} makes it again", []
+    if why := rows[0]["reason"]:
+        return rows[0].get("status") or "not traced", " ".join(why.split()), rows
+    return "ok", None, rows
+
+
+def _members(figures: pl.DataFrame, column: str) -> pl.DataFrame:
+    """The figures to be grouped by a column: what the headline leaves out is there where it is what is grouped by."""
+    if column == "phase":
+        members = figures.filter(pl.col("goldens").is_null() | (pl.col("goldens") == _GOLDENS["current"]))
+    elif column == "goldens":
+        members = figures.filter(phase="peak")
+    else:
+        members = figures.filter("counted")
+    if column != "size":
+        members = members.filter(pl.col("size").is_null() | (pl.col("size") == _LARGE))
+    return members.filter(pl.col(column).is_not_null())
+
+
+def _made(collection: str, kept: pl.DataFrame) -> pl.DataFrame:
+    """When kept figures were made and by which versions: collection, date, driver, versions."""
+    names = [name for name in kept.columns if name in ("labkit", "torch", "megatron-core", "transformer-engine")]
+    versions = pl.concat_str([pl.format(f"{name} {{}}", pl.col(name)) for name in names], separator=", ")
+    chosen = kept.select(pl.lit(collection).alias("collection"), "date", driver="trace driver", versions=versions)
+    return (
+        chosen.unique(maintain_order=True)
+        .group_by("collection", "versions", maintain_order=True)
+        .agg(pl.col("date").max(), pl.col("driver").last())
+    )
+
+
+def _named(cases: list[str], most: int = 6) -> str:
+    return ", ".join(cases[:most]) + (f" and {len(cases) - most} more" if len(cases) > most else "")
+
+
+_SUBJECTS: Final = (
+    (OWN, _LARGE, HELD_OUT, f"Your cells, from {MANY_ROWS} rows a rank"),
+    (OWN, _SMALL, HELD_OUT, f"Your cells below {MANY_ROWS} rows a rank"),
+    (H200, _LARGE, HELD_OUT, f"H200 cells that no choice was made from, from {MANY_ROWS} rows a rank"),
+    (H200, _LARGE, CALIBRATED, f"H200 cells that a choice was made from, from {MANY_ROWS} rows a rank"),
+    (H200, _SMALL, HELD_OUT, f"H200 cells that no choice was made from, below {MANY_ROWS} rows a rank"),
+    (H200, _SMALL, CALIBRATED, f"H200 cells that a choice was made from, below {MANY_ROWS} rows a rank"),
+    (JOB, None, HELD_OUT, "Peaks of Megatron-LM's CI jobs that no version was chosen from"),
+    (JOB, None, CALIBRATED, "Peaks of Megatron-LM's CI jobs that a version was chosen from"),
+    (STUDY, None, CALIBRATED, "Peaks of the published studies, with versions and settings inferred from them"),
+)
+
+
+def _sentences(found: Calibration) -> Iterator[str]:
+    answers = {(row["collection"], row["size"], row["basis"]): row for row in found.answers.iter_rows(named=True)}
+    for collection, size, basis, subject in _SUBJECTS:
+        row = answers.get((collection, size, basis))
+        if row is not None:
+            yield f"{subject}: {'; '.join(_parts(row))}."
+    yield (
+        "The margin was chosen with all H200 cells in view: that it covers them is no proof for others. The CI jobs "
+        "had no part in it."
+    )
+    yield (
+        "Held out means that no choice without a source was made in view of the case. labkit was written with all "
+        "these files at hand: only cells of your own (parameter cells) are held out in the strict sense."
+    )
+    now = trace_versions()["trace driver"]
+    changed = [row["collection"] for row in found.made.iter_rows(named=True) if row["driver"] != now]
+    if changed:
+        yield f"Traces of the {' and '.join(changed)} were made by other code of labkit's than today's."
+
+
+def _parts(row: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of one row of `spread`."""
+    for source in ("estimated", "traced"):
+        count = row[f"{source}_figures"]
+        if count:
+            low, high = (f"{row[f'{source}_{end}']:+.1%}" for end in ("lowest", "highest"))
+            mean, median = (f"{row[f'{source}_{of}']:.2%}" for of in ("mean", "median"))
+            yield f"{source} {mean} off on average, {median} in the median ({low} to {high}, {count} figures)"
+        else:
+            yield f"not {source}"
+    if row["with_margin"]:
+        yield f"the estimate with its margin covers {row['covered']} of {row['with_margin']}"
