@@ -10,9 +10,9 @@
 # # Calibration
 #
 # How far labkit is from what machines measured: its estimates and its traces beside cells measured on H200, beside
-# the peaks that Megatron-LM's own CI jobs logged on NVIDIA's machines, and beside published studies. Cells that a choice
-# was made from are kept apart from those that were held out. Name a file of cells that you measured (`cells`, columns
-# as in `data/published/h200_lora_peaks.csv`), and they are held out by nature.
+# the peaks that Megatron-LM's own CI jobs logged on NVIDIA's machines, and beside published studies. Cells that a
+# choice was made from are kept apart from those that were held out. Name a file of cells that you measured (`cells`,
+# columns as in `data/published/h200_lora_peaks.csv`), and they are held out by nature.
 
 # %% tags=["parameters"]
 cells = None
@@ -20,7 +20,7 @@ cells = None
 # %%
 from labkit.report import prose
 from labkit.report.charts import calibration as charts
-from labkit.report.heading import Fact, Heading, finish
+from labkit.report.heading import Heading, finish
 from labkit.report.parameters import Calibration as Parameters
 from labkit.report.parameters import input_path
 from labkit.report.tables import calibration as tables
@@ -42,9 +42,9 @@ prose.lead(found.sentences)
 tables.answers(found.answers)
 
 # %% [markdown]
-# H200 figures are bytes above the baseline before forward; CI jobs' are peaks of one rank. Estimates of cells and studies
-# were made just now; traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells` and
-# `make jobs`. *Covers*: how often the estimate with its margin (2 % and 64 MiB, 2.5 % with experts) is not below the
+# H200 figures are bytes above the baseline before forward; CI jobs' are peaks of one rank. Estimates of cells and
+# studies were made just now; traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells`
+# and `make jobs`. *Covers*: how often the estimate with its margin (2 % and 64 MiB, 2.5 % with experts) is not below the
 # measured figure; *headroom*: what it has above, on average and at least.
 
 # %% [markdown]
@@ -113,4 +113,4 @@ tables.figures(found.studies, "studies")
 tables.figures(found.peaks, "jobs")
 
 # %%
-finish(Heading(title="Calibration", description=found.description, facts=Fact.listed(found.facts)))
+finish(Heading.of_facts("Calibration", found.description, found.facts))

@@ -23,11 +23,6 @@ class Fact(Part):
     name: str
     value: str
 
-    @classmethod
-    def listed(cls, facts: Mapping[str, str]) -> tuple[Self, ...]:
-        """Facts by name, in their order; those without a value are left out."""
-        return tuple(cls(name=name, value=value) for name, value in facts.items() if value)
-
 
 class Heading(Part):
     """The title of a report with what was run, by what, when."""

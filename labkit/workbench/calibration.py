@@ -201,7 +201,8 @@ class Calibration:
     def description(self) -> str:
         """What was compared, in a sentence."""
         own = "your own cells, " if not self.figures.filter(collection=OWN).is_empty() else ""
-        return f"labkit's estimates and traces beside {own}cells measured on H200, Megatron-LM's CI jobs and published studies."
+        others = "cells measured on H200, Megatron-LM's CI jobs and published studies"
+        return f"labkit's estimates and traces beside {own}{others}."
 
     @property
     def facts(self) -> dict[str, str]:
