@@ -32,8 +32,7 @@ found = Calibration.of(input_path(parameters.cells) if parameters.cells else Non
 # %% [markdown]
 # ## How far off
 #
-# Errors are in percent of the measured figure, positive where labkit is too high. *Held out*: no choice that lacks a
-# source was made in view of the case. *Calibrated*: one was.
+# Errors are in percent of the measured figure, positive where labkit is too high.
 
 # %%
 prose.lead(found.sentences)
@@ -42,10 +41,11 @@ prose.lead(found.sentences)
 tables.answers(found.answers)
 
 # %% [markdown]
-# H200 figures are bytes above the baseline before forward; CI jobs' are peaks of one rank. Estimates of cells and
-# studies were made just now; traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells`
-# and `make jobs`. *Covers*: how often the estimate with its margin (2 % and 64 MiB, 2.5 % with experts) is not below the
-# measured figure; *headroom*: what it has above, on average and at least.
+# *Held out*: no choice that lacks a source was made in view of the case; *calibrated*: one was. H200 figures are bytes
+# above the baseline before forward; CI jobs' are peaks of one rank. Estimates of cells and studies were made just now;
+# traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells` and `make jobs`. *Covers*: how
+# often the estimate with its margin (2 % and 64 MiB, 2.5 % with experts) is not below the measured figure; *headroom*:
+# what it has above, on average and at least.
 
 # %% [markdown]
 # ## Cells on H200: estimated and traced against measured
@@ -102,6 +102,9 @@ prose.listed(found.untraced, "Every case has a trace.")
 
 # %% [markdown]
 # ## Every figure
+#
+# Of CI jobs the peaks of July 2026 and later; older ones, and those that resume from a checkpoint, are in the data of
+# the chart of their errors (CSV).
 
 # %%
 tables.figures(found.cells, "cells")
@@ -110,7 +113,7 @@ tables.figures(found.cells, "cells")
 tables.figures(found.studies, "studies")
 
 # %%
-tables.figures(found.peaks, "jobs")
+tables.figures(found.recent, "jobs")
 
 # %%
 finish(Heading.of_facts("Calibration", found.description, found.facts))

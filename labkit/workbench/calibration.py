@@ -85,6 +85,7 @@ _PHASES = {
     "repeat_forward": "forward peak, second repetition",
 }
 _GOLDENS = {"current": "July 2026 and later", "older": "older", "resumed": "resumed from a checkpoint"}
+_SHORT = {OWN: "yours", H200: "H200", JOB: "CI", STUDY: "study"}
 _SMALL, _LARGE = f"below {MANY_ROWS} rows", f"{MANY_ROWS} rows and more"
 _JOB_FIGURES = {"peak": "", "first step's peak": "first_step_", "between steps": "between_steps_"}
 
@@ -134,15 +135,16 @@ class Calibration:
             for column, words in facets.items():
                 members = _members(mine, column)
                 grouped = spread(members, "collection", column, "basis")
-                found.append(grouped.rename({column: "group"}).with_columns(facet=pl.lit(words)))
+                ordered = grouped.rename({column: "group"}).sort("group", "basis", descending=[False, True])
+                found.append(ordered.with_columns(facet=pl.lit(words)))
         return pl.concat(found)
 
     @cached_property
     def margins(self) -> pl.DataFrame:
         """The figures that an estimate with its margin can be held against, with the `group` each belongs to."""
-        named = pl.concat_str(
-            "collection", "models", pl.when(pl.col("size") == _SMALL).then("size"), separator=", ", ignore_nulls=True
-        )
+        where = pl.col("collection").replace_strict(_SHORT, return_dtype=pl.String)
+        few = pl.when(pl.col("size") == _SMALL).then(pl.lit(", few rows")).otherwise(pl.lit(""))
+        named = pl.concat_str(where, pl.lit(" "), "models", few)
         return self.figures.filter(pl.col("counted"), pl.col("covering_bytes").is_not_null()).with_columns(group=named)
 
     @property
@@ -394,29 +396,22 @@ def _named(cases: list[str], most: int = 6) -> str:
     return ", ".join(cases[:most]) + (f" and {len(cases) - most} more" if len(cases) > most else "")
 
 
-_SUBJECTS: Final = (
-    (OWN, _LARGE, HELD_OUT, f"Your cells, from {MANY_ROWS} rows a rank"),
-    (OWN, _SMALL, HELD_OUT, f"Your cells below {MANY_ROWS} rows a rank"),
-    (H200, _LARGE, HELD_OUT, f"H200 cells that no choice was made from, from {MANY_ROWS} rows a rank"),
-    (H200, _LARGE, CALIBRATED, f"H200 cells that a choice was made from, from {MANY_ROWS} rows a rank"),
-    (H200, _SMALL, HELD_OUT, f"H200 cells that no choice was made from, below {MANY_ROWS} rows a rank"),
-    (H200, _SMALL, CALIBRATED, f"H200 cells that a choice was made from, below {MANY_ROWS} rows a rank"),
-    (JOB, None, HELD_OUT, "Peaks of Megatron-LM's CI jobs that no version was chosen from"),
-    (JOB, None, CALIBRATED, "Peaks of Megatron-LM's CI jobs that a version was chosen from"),
-    (STUDY, None, CALIBRATED, "Peaks of the published studies, with versions and settings inferred from them"),
-)
-
-
 def _sentences(found: Calibration) -> Iterator[str]:
     answers = {(row["collection"], row["size"], row["basis"]): row for row in found.answers.iter_rows(named=True)}
-    for collection, size, basis, subject in _SUBJECTS:
-        row = answers.get((collection, size, basis))
-        if row is not None:
-            yield f"{subject}: {'; '.join(_parts(row))}."
-    yield (
-        "The margin was chosen with all H200 cells in view: that it covers them is no proof for others. The CI jobs "
-        "had no part in it."
-    )
+    where = f"from {MANY_ROWS} rows a rank"
+    for subject, key in (
+        (f"Your cells {where}", (OWN, _LARGE, HELD_OUT)),
+        (f"Your cells below {MANY_ROWS} rows a rank", (OWN, _SMALL, HELD_OUT)),
+        (f"Held-out H200 cells {where}", (H200, _LARGE, HELD_OUT)),
+        ("Held-out peaks of Megatron-LM's CI jobs", (JOB, None, HELD_OUT)),
+        (f"H200 cells that a choice was made from, {where}", (H200, _LARGE, CALIBRATED)),
+        ("CI jobs that a version was chosen from", (JOB, None, CALIBRATED)),
+        ("Published studies, with versions and settings inferred from their peaks", (STUDY, None, CALIBRATED)),
+        (f"Held-out H200 cells below {MANY_ROWS} rows a rank", (H200, _SMALL, HELD_OUT)),
+    ):
+        if key in answers:
+            yield f"{subject}: {_far(answers[key])}."
+    yield _covered(found.margins)
     yield (
         "Held out means that no choice without a source was made in view of the case. labkit was written with all "
         "these files at hand: only cells of your own (parameter cells) are held out in the strict sense."
@@ -427,15 +422,25 @@ def _sentences(found: Calibration) -> Iterator[str]:
         yield f"Traces of the {' and '.join(changed)} were made by other code of labkit's than today's."
 
 
-def _parts(row: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of one row of `spread`."""
+def _far(row: Mapping[str, Any]) -> str:
+    """How far off one row of `spread` is."""
+    said = []
     for source in ("estimated", "traced"):
-        count = row[f"{source}_figures"]
-        if count:
-            low, high = (f"{row[f'{source}_{end}']:+.1%}" for end in ("lowest", "highest"))
-            mean, median = (f"{row[f'{source}_{of}']:.2%}" for of in ("mean", "median"))
-            yield f"{source} {mean} off on average, {median} in the median ({low} to {high}, {count} figures)"
+        if count := row[f"{source}_figures"]:
+            low, high = (f"{row[f'{source}_{end}'] * 100:+.1f}" for end in ("lowest", "highest"))
+            said.append(
+                f"{source} {row[f'{source}_mean'] * 100:.2f} % off on average ({low} to {high} %, {count} figures)"
+            )
         else:
-            yield f"not {source}"
-    if row["with_margin"]:
-        yield f"the estimate with its margin covers {row['covered']} of {row['with_margin']}"
+            said.append(f"not {source}")
+    return ", ".join(said)
+
+
+def _covered(margins: pl.DataFrame) -> str:
+    """How often the estimate with its margin was enough, and what that is worth."""
+    covers = margins.group_by("collection").agg((pl.col("headroom") >= 0).sum().alias("covered"), pl.len())
+    counts = {row["collection"]: f"{row['covered']} of {row['len']}" for row in covers.iter_rows(named=True)}
+    said = [f"{counts[OWN]} figures of your cells"] if OWN in counts else []
+    said += [f"{counts[H200]} figures of H200 cells, which it was chosen from, so that this is no proof for others"]
+    said += [f"{counts[JOB]} peaks of CI jobs, which had no part in it"] if JOB in counts else []
+    return f"The estimate with its margin covers {'; '.join(said)}."

@@ -5,13 +5,13 @@ zero and logarithmic beyond (symlog), since hundredths and tens of a percent bot
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import altair as alt
 import polars as pl
 
 from labkit.report.data import clean, display_labels, relabelled
-from labkit.report.encodings import layered, rows_data, source_colour, source_shape
+from labkit.report.encodings import layered, room_for, rows_data, source_colour, source_shape
 from labkit.report.figure import Figure
 from labkit.report.theme import SOURCES
 from labkit.workload.gpu import GIB
@@ -31,6 +31,8 @@ _WHO: Final = (
     alt.Tooltip("phase:N", title="figure"),
     alt.Tooltip("split:N", title="layout"),
 )
+_ROW_AXIS: Final = alt.Axis(ticks=False, domain=False, labelPadding=8)
+_GROUP: Final = alt.Y("group:N", title=None, axis=_ROW_AXIS)
 
 
 def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, str]) -> Figure:
@@ -49,27 +51,29 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
         bind=alt.binding_select(options=list(facets), labels=list(facets.values()), name="Group by "),
     )
     most = max([1, *(rows[column].n_unique() for column in facets)])
-    base = alt.Chart().transform_calculate(group=f"datum[{name}_by]").transform_filter("isValid(datum.group)")
-    points = base.mark_point(size=46, strokeWidth=1.3).encode(
-        y=alt.Y("group:N", title=None, axis=alt.Axis(ticks=False, domain=False, labelPadding=8)),
-        yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, len(DRAWN)])),
-        x=_percent(rows["percent"], "error, % of the measured (above zero: labkit is too high)"),
-        color=source_colour(rows),
-        shape=source_shape(rows),
-        fill=_fill(rows),
-        fillOpacity=_filled(),
-        tooltip=[
-            *_WHO,
-            alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
-            alt.Tooltip("gib:Q", title="estimated or traced (GiB)", format=".3f"),
-            alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
-        ],
+    base = (
+        alt.Chart()
+        .transform_calculate(group=f"datum[{name}_by]")
+        .transform_filter("isValid(datum.group)")
+        .encode(
+            y=_GROUP,
+            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, len(DRAWN)])),
+            x=_percent(rows["percent"], "error, % of the measured (above zero: labkit is too high)"),
+            color=source_colour(rows),
+            shape=source_shape(rows),
+            tooltip=[
+                *_WHO,
+                alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
+                alt.Tooltip("gib:Q", title="estimated or traced (GiB)", format=".3f"),
+                alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
+            ],
+        )
     )
     return Figure(
         name,
         "Signed error of every figure, estimated and traced, in % of the measured one; the scale is even around zero "
         "and logarithmic beyond. Filled marks: held out; hollow ones: a choice was made in view of the case.",
-        layered([_zero(), points], rows, title, 40 + most * 44).add_params(chosen),
+        layered([_zero(), *_marks(base, 46)], rows, title, 40 + most * 44).add_params(chosen),
     )
 
 
@@ -81,7 +85,11 @@ def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
         name: of the figure.
         title: over the chart.
     """
-    rows = _points(figures, {}).with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
+    rows = (
+        _points(figures, {})
+        .drop("gib", "measured_gib", "place")
+        .with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
+    )
     series = ["source", "basis"]
     rows = rows.sort("size", maintain_order=True).with_columns(
         share=pl.int_range(1, pl.len() + 1).over(series) / pl.len().over(series) * 100
@@ -103,28 +111,22 @@ def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
         .mark_line(interpolate="step-after", strokeWidth=1.6)
         .encode(x=x, y=y, color=source_colour(rows), strokeDash=dash)
     )
-    points = (
-        alt.Chart()
-        .mark_point(size=26, strokeWidth=1.2)
-        .encode(
-            x=x,
-            y=y,
-            color=source_colour(rows),
-            shape=source_shape(rows),
-            fill=_fill(rows),
-            fillOpacity=_filled(),
-            tooltip=[
-                *_WHO,
-                alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
-                alt.Tooltip("share:Q", title="figures within it (%)", format=".0f"),
-            ],
-        )
+    points = alt.Chart().encode(
+        x=x,
+        y=y,
+        color=source_colour(rows),
+        shape=source_shape(rows),
+        tooltip=[
+            *_WHO,
+            alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
+            alt.Tooltip("share:Q", title="figures within it (%)", format=".0f"),
+        ],
     )
     return Figure(
         name,
         "Share of the figures whose absolute error is at most so large, in % of the measured, on a logarithmic scale: "
         "estimated and traced; solid lines and filled marks are held out, dashed lines and hollow marks calibrated.",
-        layered([lines, points], rows, title, 260),
+        layered([lines, *_marks(points, 26)], rows, title, 260),
     )
 
 
@@ -146,9 +148,8 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
     counts = rows.group_by("group", maintain_order=True).agg(
         pl.format("{} of {}", (pl.col("percent") >= 0).sum(), pl.len()).alias("text")
     )
-    y = alt.Y("group:N", title=None, sort=groups, axis=alt.Axis(ticks=False, domain=False, labelPadding=8))
-    title_x = "estimate with its margin, % above the measured"
-    x = _percent(rows["percent"], title_x)
+    y = alt.Y("group:N", title=None, sort=groups, axis=_ROW_AXIS)
+    x = _percent(rows["percent"], "estimate with its margin, % above the measured", room_for(64))
     states = ["covered", "not covered"]
     points = (
         alt.Chart()
@@ -204,20 +205,20 @@ def _charted(figures: pl.DataFrame, facets: Mapping[str, str]) -> pl.DataFrame:
     """What a chart shows of figures: `source` and `value` (bytes) beside the measured ones."""
     named = relabelled(figures.rename({"case": "candidate"}), display_labels(figures["case"]))
     rows = named.with_columns(
-        percent=((pl.col("value") / pl.col("measured_bytes") - 1) * 100).round(4),
-        gib=(pl.col("value") / GIB).round(4),
-        measured_gib=(pl.col("measured_bytes") / GIB).round(4),
+        percent=((pl.col("value") / pl.col("measured_bytes") - 1) * 100).round(3),
+        gib=(pl.col("value") / GIB).round(3),
+        measured_gib=(pl.col("measured_bytes") / GIB).round(3),
         place=(
             pl.col("source").replace_strict({name: place for place, name in enumerate(DRAWN)}, return_dtype=pl.Int64)
             + 0.15
             + pl.int_range(pl.len()) * _GOLDEN % 1 * 0.7
-        ).round(3),
+        ).round(2),
     )
     columns = ["candidate", "source", "basis", "phase", "split", "percent", "gib", "measured_gib", "place"]
     return clean(rows, [*columns, *(name for name in facets if name not in columns)])
 
 
-def _percent(values: pl.Series, title: str) -> alt.X:
+def _percent(values: pl.Series, title: str, reach: Any = alt.Undefined) -> alt.X:
     """Percent on a scale that is even around zero and logarithmic beyond."""
     most = max(0.3, _highest(values.abs())) * 1.15
     low = -most if (values < 0).any() else -0.1
@@ -226,8 +227,11 @@ def _percent(values: pl.Series, title: str) -> alt.X:
     return alt.X(
         "percent:Q",
         title=title,
-        scale=alt.Scale(type="symlog", constant=0.1, domain=[low, high], nice=False),
-        axis=alt.Axis(values=sorted([0, *ticks]), format="+~g"),
+        scale=alt.Scale(type="symlog", constant=0.1, domain=[low, high], nice=False, range=reach),
+        axis=alt.Axis(
+            values=[each for each in sorted([0, *ticks]) if low <= each <= high],
+            labelExpr="datum.value ? format(datum.value, '+~g') : '0'",
+        ),
     )
 
 
@@ -235,20 +239,14 @@ def _highest(values: pl.Series) -> float:
     return max([0.0, *(float(value) for value in values if value is not None)])
 
 
-def _fill(rows: pl.DataFrame) -> alt.Fill:
-    present = [name for name in DRAWN if name in rows["source"].to_list()]
-    return alt.Fill(
-        "source:N", scale=alt.Scale(domain=present, range=[SOURCES[name].colour for name in present]), legend=None
-    )
-
-
-def _filled() -> alt.FillOpacity:
-    """Held out by a filled mark, calibrated by a hollow one."""
-    return alt.FillOpacity(
-        "basis:N",
-        scale=alt.Scale(domain=list(BASES), range=[0.75, 0]),
-        legend=alt.Legend(orient="top", title=None, symbolType="circle"),
-    )
+def _marks(base: alt.Chart, size: int) -> list[alt.Chart]:
+    """Held out by filled marks, calibrated by hollow ones."""
+    return [
+        base.transform_filter(f"datum.basis === '{basis}'").mark_point(
+            size=size, filled=filled, strokeWidth=1.3, opacity=0.75 if filled else 1
+        )
+        for basis, filled in zip(BASES, (True, False), strict=True)
+    ]
 
 
 def _zero() -> alt.Chart:

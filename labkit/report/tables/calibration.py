@@ -15,12 +15,10 @@ from labkit.workload.gpu import GIB
 _SPREAD: Final = {
     "figures": "Figures",
     "mean": "mean",
-    "median": "median",
     "p90": "90 % within",
     "lowest": "lowest",
     "highest": "highest",
 }
-_ERRORS: Final = ("mean", "median", "p90", "lowest", "highest")
 
 
 def answers(frame: pl.DataFrame) -> GT:
@@ -30,7 +28,7 @@ def answers(frame: pl.DataFrame) -> GT:
         frame: collection, size, basis, and the columns of `labkit.workbench.calibration.spread`.
     """
     named = frame.with_columns(pl.concat_str("collection", "size", separator=", ", ignore_nulls=True).alias("who"))
-    return _spread(named, "calibration-answers", {"who": "Measured", "basis": "Basis"})
+    return _spread(named, "answers", {"who": "Measured", "basis": "Basis"})
 
 
 def groups(frame: pl.DataFrame, name: str) -> GT:
@@ -40,7 +38,7 @@ def groups(frame: pl.DataFrame, name: str) -> GT:
         frame: facet, group, basis, and the columns of `labkit.workbench.calibration.spread`.
         name: of the table.
     """
-    return _spread(frame, f"calibration-{name}", {"facet": "By", "group": "Group", "basis": "Basis"})
+    return _spread(frame, name, {"facet": "By", "group": "Group", "basis": "Basis"})
 
 
 def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str]) -> GT:
@@ -59,7 +57,7 @@ def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str]) -> GT:
     drawn = table(shown, name)
     for source in sides:
         ends = [f"{source}_{end}" for end in ("lowest", "highest")]
-        sizes = [f"{source}_{size}" for size in ("mean", "median", "p90")]
+        sizes = [f"{source}_{size}" for size in ("mean", "p90")]
         drawn = (
             drawn.tab_spanner(f"{source.capitalize()}: absolute error, %, and range", columns=columns[source])
             .fmt(number(lambda error: f"{error * 100:.2f}"), columns=sizes)
@@ -97,7 +95,7 @@ def worst(frame: pl.DataFrame, name: str) -> GT:
         "headroom",
         known=pl.col("known").fill_null("not known"),
     )
-    return _drawn(_known(shown), f"calibration-{name}").tab_style(
+    return _drawn(_known(shown), name).tab_style(
         style.css("min-width: 16em; white-space: normal"), loc.body(columns="known")
     )
 
@@ -112,17 +110,16 @@ def figures(frame: pl.DataFrame, name: str) -> GT:
     shown = _labelled(frame).select(
         "candidate",
         "basis",
-        "models",
         "phase",
         "split",
         "rows",
-        *_sizes("measured", "estimated", "traced"),
+        *_sizes("measured"),
         "estimated_error",
         "traced_error",
         "headroom",
         trace=pl.when(pl.col("trace") != "ok").then("trace"),
     )
-    return _drawn(_known(shown), f"calibration-{name}")
+    return _drawn(_known(shown), name)
 
 
 _HEADS: Final = {
@@ -132,32 +129,28 @@ _HEADS: Final = {
     "phase": "Figure",
     "split": "Layout",
     "rows": "Rows a rank",
-    "measured": "measured",
-    "estimated": "estimated",
-    "traced": "traced",
-    "estimated_error": "estimated",
-    "traced_error": "traced",
-    "headroom": "with margin",
+    "measured": "Measured, GiB",
+    "estimated": "Estimated, GiB",
+    "estimated_error": "Estimated, % off",
+    "traced_error": "Traced, % off",
+    "headroom": "Headroom, %",
     "trace": "Trace",
     "known": "Why, where it is known",
 }
 
 
 def _drawn(shown: pl.DataFrame, name: str) -> GT:
-    gib = [each for each in ("measured", "estimated", "traced") if each in shown.columns]
+    gib = [each for each in ("measured", "estimated") if each in shown.columns]
     errors = [each for each in ("estimated_error", "traced_error", "headroom") if each in shown.columns]
     words = [each for each in shown.columns if shown.schema[each] == pl.String]
     return (
         table(shown, name)
-        .tab_spanner("GiB", columns=gib)
-        .tab_spanner("From measured, %", columns=errors)
         .fmt(number(lambda size: f"{size:.3f}"), columns=gib)
         .fmt(number(lambda error: signed(error * 100, 2)), columns=errors)
         .sub_missing(missing_text=NONE)
         .cols_label({each: _HEADS[each] for each in shown.columns})
         .cols_align("left", columns=words)
         .cols_align("right", columns=[each for each in shown.columns if each not in words])
-        .tab_style(style.css("overflow-wrap: anywhere; min-width: 7em"), loc.body(columns="candidate"))
     )
 
 
