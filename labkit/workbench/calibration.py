@@ -84,6 +84,7 @@ _PHASES = {
     "forward_backward": "forward and backward peak",
     "repeat_forward": "forward peak, second repetition",
 }
+_STATES = {"unsupported": "not supported", "failed": "failed"}
 _GOLDENS = {"current": "July 2026 and later", "older": "older", "resumed": "resumed from a checkpoint"}
 _SHORT = {OWN: "yours", H200: "H200", JOB: "CI", STUDY: "study"}
 _SMALL, _LARGE = f"below {MANY_ROWS} rows", f"{MANY_ROWS} rows and more"
@@ -195,7 +196,7 @@ class Calibration:
         missing = self.figures.filter(pl.col("trace") != "ok").unique(["collection", "case"], maintain_order=True)
         alike = missing.group_by("collection", "trace", "why", maintain_order=True).agg("case")
         return tuple(
-            f"{row['collection']}, {row['trace']}: {_named(row['case'])}{': ' + row['why'] if row['why'] else ''}."
+            f"{row['collection']}, {row['trace']}: {_named(row['case'])}. Why: {row['why']}."
             for row in alike.iter_rows(named=True)
         )
 
@@ -363,7 +364,7 @@ def _kept_of(
     if any(row["work_hash"] != work_hash for row in rows):
         return "stale", f"it was made of other work than today's; {command} makes it again", []
     if why := rows[0]["reason"]:
-        return rows[0].get("status") or "not traced", " ".join(why.split()), rows
+        return _STATES.get(rows[0].get("status", ""), "not traced"), " ".join(why.split()), rows
     return "ok", None, rows
 
 
@@ -392,8 +393,9 @@ def _made(collection: str, kept: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _named(cases: list[str], most: int = 6) -> str:
-    return ", ".join(cases[:most]) + (f" and {len(cases) - most} more" if len(cases) > most else "")
+def _named(cases: list[str], most: int = 3) -> str:
+    more = f" and {len(cases) - most} more" if len(cases) > most else ""
+    return ", ".join(case[:100] for case in cases[:most]) + more
 
 
 def _sentences(found: Calibration) -> Iterator[str]:
@@ -427,13 +429,18 @@ def _far(row: Mapping[str, Any]) -> str:
     said = []
     for source in ("estimated", "traced"):
         if count := row[f"{source}_figures"]:
-            low, high = (f"{row[f'{source}_{end}'] * 100:+.1f}" for end in ("lowest", "highest"))
+            low, high = (_signed(row[f"{source}_{end}"]) for end in ("lowest", "highest"))
             said.append(
                 f"{source} {row[f'{source}_mean'] * 100:.2f} % off on average ({low} to {high} %, {count} figures)"
             )
         else:
             said.append(f"not {source}")
     return ", ".join(said)
+
+
+def _signed(error: float) -> str:
+    text = f"{error * 100:+.1f}"
+    return text if float(text) else "0.0"
 
 
 def _covered(margins: pl.DataFrame) -> str:

@@ -11,7 +11,7 @@ import altair as alt
 import polars as pl
 
 from labkit.report.data import clean, display_labels, relabelled
-from labkit.report.encodings import layered, room_for, rows_data, source_colour, source_shape
+from labkit.report.encodings import layered, literal, room_for, rows_data, source_colour, source_shape
 from labkit.report.figure import Figure
 from labkit.report.theme import SOURCES
 from labkit.workload.gpu import GIB
@@ -31,6 +31,8 @@ _WHO: Final = (
     alt.Tooltip("phase:N", title="figure"),
     alt.Tooltip("split:N", title="layout"),
 )
+_ERROR: Final = "error, % of the measured (above zero: labkit is too high)"
+_SOURCES: Final = pl.DataFrame({"source": DRAWN})
 _ROW_AXIS: Final = alt.Axis(ticks=False, domain=False, labelPadding=8)
 _GROUP: Final = alt.Y("group:N", title=None, axis=_ROW_AXIS)
 
@@ -44,23 +46,31 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
         title: over the chart.
         facets: columns to group by, in words; the first is what is shown first.
     """
-    rows = _points(figures, facets)
+    rows = _labelled(figures).with_columns(_place(), *(_off(source) for source in DRAWN), _measured())
+    columns = ["candidate", "basis", "phase", "split", "measured_gib", *DRAWN, "place", *facets]
+    rows = clean(rows, dict.fromkeys(columns))
     chosen = alt.param(
         name=f"{name}_by",
         value=next(iter(facets)),
         bind=alt.binding_select(options=list(facets), labels=list(facets.values()), name="Group by "),
     )
     most = max([1, *(rows[column].n_unique() for column in facets)])
+    places = literal({source: place for place, source in enumerate(DRAWN)})
     base = (
         alt.Chart()
-        .transform_calculate(group=f"datum[{name}_by]")
-        .transform_filter("isValid(datum.group)")
+        .transform_fold(list(DRAWN), as_=["source", "percent"])
+        .transform_calculate(
+            group=f"datum[{name}_by]",
+            line=f"{places}[datum.source] + datum.place",
+            gib="datum.measured_gib * (1 + datum.percent / 100)",
+        )
+        .transform_filter("isValid(datum.group) && isValid(datum.percent)")
         .encode(
             y=_GROUP,
-            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, len(DRAWN)])),
-            x=_percent(rows["percent"], "error, % of the measured (above zero: labkit is too high)"),
-            color=source_colour(rows),
-            shape=source_shape(rows),
+            yOffset=alt.YOffset("line:Q", scale=alt.Scale(domain=[0, len(DRAWN)])),
+            x=_percent(pl.concat([rows[source] for source in DRAWN]), _ERROR),
+            color=source_colour(_SOURCES),
+            shape=source_shape(_SOURCES),
             tooltip=[
                 *_WHO,
                 alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
@@ -85,15 +95,17 @@ def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
         name: of the figure.
         title: over the chart.
     """
-    rows = (
-        _points(figures, {})
-        .drop("gib", "measured_gib", "place")
-        .with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
-    )
+    named = _labelled(figures)
+    sides = [named.with_columns(_off(source).alias("percent"), source=pl.lit(source)) for source in DRAWN]
     series = ["source", "basis"]
-    rows = rows.sort("size", maintain_order=True).with_columns(
-        share=pl.int_range(1, pl.len() + 1).over(series) / pl.len().over(series) * 100
+    rows = (
+        pl.concat(sides)
+        .filter(pl.col("percent").is_not_null())
+        .with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
+        .sort("size", maintain_order=True)
+        .with_columns(share=(pl.int_range(1, pl.len() + 1).over(series) / pl.len().over(series) * 100).round(2))
     )
+    rows = clean(rows, ["candidate", *series, "phase", "split", "percent", "size", "share"])
     x = alt.X(
         "size:Q",
         title="absolute error, % of the measured, at most",
@@ -138,11 +150,11 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
         name: of the figure.
         title: over the chart.
     """
-    known = figures.filter(pl.col("covering_bytes").is_not_null()).with_columns(
-        source=pl.lit("estimated"), value=pl.col("covering_bytes")
-    )
-    rows = _charted(known, {"group": ""}).with_columns(
-        covered=pl.when(pl.col("percent") >= 0).then(pl.lit("covered")).otherwise(pl.lit("not covered"))
+    percent = (pl.col("covering_bytes") / pl.col("measured_bytes") - 1) * 100
+    rows = _labelled(figures).with_columns(_place(), _measured(), percent.round(3).alias("percent"))
+    rows = clean(
+        rows.filter(pl.col("percent").is_not_null()),
+        ["candidate", "basis", "phase", "split", "group", "measured_gib", "percent", "place"],
     )
     groups = rows["group"].unique(maintain_order=True).to_list()
     counts = rows.group_by("group", maintain_order=True).agg(
@@ -153,6 +165,11 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
     states = ["covered", "not covered"]
     points = (
         alt.Chart()
+        .transform_calculate(
+            covered=f"datum.percent >= 0 ? '{states[0]}' : '{states[1]}'",
+            gib="datum.measured_gib * (1 + datum.percent / 100)",
+            source="'estimated'",
+        )
         .mark_point(size=46, strokeWidth=1.3, opacity=0.8)
         .encode(
             y=y,
@@ -190,32 +207,22 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
     )
 
 
-def _points(figures: pl.DataFrame, facets: Mapping[str, str]) -> pl.DataFrame:
-    """A row for each figure and source that has one."""
-    sides = [
-        figures.filter(pl.col(f"{source}_bytes").is_not_null()).with_columns(
-            source=pl.lit(source), value=pl.col(f"{source}_bytes")
-        )
-        for source in DRAWN
-    ]
-    return _charted(pl.concat(sides), facets)
+def _labelled(figures: pl.DataFrame) -> pl.DataFrame:
+    return relabelled(figures.rename({"case": "candidate"}), display_labels(figures["case"]))
 
 
-def _charted(figures: pl.DataFrame, facets: Mapping[str, str]) -> pl.DataFrame:
-    """What a chart shows of figures: `source` and `value` (bytes) beside the measured ones."""
-    named = relabelled(figures.rename({"case": "candidate"}), display_labels(figures["case"]))
-    rows = named.with_columns(
-        percent=((pl.col("value") / pl.col("measured_bytes") - 1) * 100).round(3),
-        gib=(pl.col("value") / GIB).round(3),
-        measured_gib=(pl.col("measured_bytes") / GIB).round(3),
-        place=(
-            pl.col("source").replace_strict({name: place for place, name in enumerate(DRAWN)}, return_dtype=pl.Int64)
-            + 0.15
-            + pl.int_range(pl.len()) * _GOLDEN % 1 * 0.7
-        ).round(2),
-    )
-    columns = ["candidate", "source", "basis", "phase", "split", "percent", "gib", "measured_gib", "place"]
-    return clean(rows, [*columns, *(name for name in facets if name not in columns)])
+def _off(source: str) -> pl.Expr:
+    """How far off a source is, in percent."""
+    return ((pl.col(f"{source}_bytes") / pl.col("measured_bytes") - 1) * 100).round(3).alias(source)
+
+
+def _measured() -> pl.Expr:
+    return (pl.col("measured_bytes") / GIB).round(3).alias("measured_gib")
+
+
+def _place() -> pl.Expr:
+    """Where in its row's line a point lies, from 0 to 1."""
+    return (0.15 + pl.int_range(pl.len()) * _GOLDEN % 1 * 0.7).round(2).alias("place")
 
 
 def _percent(values: pl.Series, title: str, reach: Any = alt.Undefined) -> alt.X:

@@ -95,8 +95,11 @@ def worst(frame: pl.DataFrame, name: str) -> GT:
         "headroom",
         known=pl.col("known").fill_null("not known"),
     )
-    return _drawn(_known(shown), name).tab_style(
-        style.css("min-width: 16em; white-space: normal"), loc.body(columns="known")
+    return (
+        _drawn(_known(shown), name)
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["basis", "split"]))
+        .tab_style(style.css("min-width: 16em"), loc.body(columns="known"))
+        .tab_style(style.css("min-width: 10em; overflow-wrap: anywhere"), loc.body(columns="candidate"))
     )
 
 
