@@ -54,14 +54,14 @@ tables.answers(found.answers)
 charts.errors(found.cells, "cell_errors", "Errors against measured H200 cells", FACETS[H200])
 
 # %%
-charts.distribution(found.large, "cell_distribution", "H200 cells from 1000 rows a rank: how many are how near")
+charts.distribution(found.large, "cell_distribution", "H200 cells: how many are how near")
 
 # %%
 tables.groups(found.groups_of(OWN, H200), "cell-groups")
 
 # %% [markdown]
-# Groups are of figures from 1000 rows a rank, except where rows a rank are what is grouped by. These ten cases are
-# furthest off, each by its furthest figure:
+# The rising lines and the groups are of figures from 1000 rows a rank, except where rows a rank are what is grouped by.
+# These ten cases are furthest off, each by its furthest figure:
 
 # %%
 tables.worst(found.worst(OWN, H200), "worst-cells")
@@ -73,10 +73,10 @@ tables.worst(found.worst(OWN, H200), "worst-cells")
 # count as calibrated. Golden values before July 2026 come from other versions of Megatron.
 
 # %%
-charts.errors(found.peaks, "job_errors", "Errors of the peak against Megatron-LM's CI jobs", FACETS[JOB])
+charts.errors(found.peaks, "job_errors", "Errors against CI jobs, peaks", FACETS[JOB])
 
 # %%
-charts.distribution(found.recent, "job_distribution", "Peaks of CI jobs, July 2026 and later: how many are how near")
+charts.distribution(found.recent, "job_distribution", "CI jobs: how many are how near")
 
 # %%
 tables.groups(found.groups_of(JOB), "job-groups")
@@ -90,7 +90,7 @@ tables.worst(found.worst(JOB), "worst-jobs")
 # The margin was chosen with the H200 cells in view, and never with the CI jobs'.
 
 # %%
-charts.coverage(found.margins, "coverage", "The estimate with its margin, above the measured figure")
+charts.coverage(found.margins, "coverage", "Estimate with margin, above the measured")
 
 # %% [markdown]
 # ## What has no trace
@@ -103,17 +103,14 @@ prose.listed(found.untraced, "Every case has a trace.")
 # %% [markdown]
 # ## Every figure
 #
-# Of CI jobs the peaks of July 2026 and later; older ones, and those that resume from a checkpoint, are in the data of
-# the chart of their errors (CSV).
+# GiB are the measured ones, % how far off estimate and trace are. Of CI jobs those of July 2026 and later; older ones,
+# and those that resume from a checkpoint, are in the data of the chart of their errors (CSV).
 
 # %%
 tables.figures(found.cells, "cells")
 
 # %%
-tables.figures(found.studies, "studies")
-
-# %%
-tables.figures(found.recent, "jobs")
+tables.figures(found.runs, "runs")
 
 # %%
 finish(Heading.of_facts("Calibration", found.description, found.facts))

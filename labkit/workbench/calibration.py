@@ -79,16 +79,16 @@ FACETS_OF: Final = {**FACETS, OWN: FACETS[H200], STUDY: {"models": "study"}}
 
 _MODELS = {"moe": "experts, routing even", "moe concentrated": "experts, concentrated"}
 _PHASES = {
-    "retained": "retained by forward",
-    "forward": "forward peak",
-    "forward_backward": "forward and backward peak",
-    "repeat_forward": "forward peak, second repetition",
+    "retained": "retained",
+    "forward": "forward",
+    "forward_backward": "forward, backward",
+    "repeat_forward": "second forward",
 }
 _STATES = {"unsupported": "not supported", "failed": "failed"}
 _GOLDENS = {"current": "July 2026 and later", "older": "older", "resumed": "resumed from a checkpoint"}
 _SHORT = {OWN: "yours", H200: "H200", JOB: "CI", STUDY: "study"}
 _SMALL, _LARGE = f"below {MANY_ROWS} rows", f"{MANY_ROWS} rows and more"
-_JOB_FIGURES = {"peak": "", "first step's peak": "first_step_", "between steps": "between_steps_"}
+_JOB_FIGURES = {"peak": "", "first step": "first_step_", "between steps": "between_steps_"}
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Calibration:
         return self.peaks.filter("counted")
 
     @property
-    def studies(self) -> pl.DataFrame:
-        """Peaks of published studies."""
-        return self.figures.filter(collection=STUDY)
+    def runs(self) -> pl.DataFrame:
+        """All figures of published studies, and of the CI jobs that the headline counts."""
+        return self.figures.filter((pl.col("collection") == STUDY) | (pl.col("goldens") == _GOLDENS["current"]))
 
     def groups_of(self, *collections: str) -> pl.DataFrame:
         """Those of `groups` that some collections have."""

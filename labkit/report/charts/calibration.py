@@ -31,7 +31,7 @@ _WHO: Final = (
     alt.Tooltip("phase:N", title="figure"),
     alt.Tooltip("split:N", title="layout"),
 )
-_ERROR: Final = "error, % of the measured (above zero: labkit is too high)"
+_ERROR: Final = "error, % of the measured"
 _SOURCES: Final = pl.DataFrame({"source": DRAWN})
 _ROW_AXIS: Final = alt.Axis(ticks=False, domain=False, labelPadding=8)
 _GROUP: Final = alt.Y("group:N", title=None, axis=_ROW_AXIS)
@@ -46,9 +46,10 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
         title: over the chart.
         facets: columns to group by, in words; the first is what is shown first.
     """
-    rows = _labelled(figures).with_columns(_place(), *(_off(source) for source in DRAWN), _measured())
+    known = figures.filter(pl.any_horizontal(pl.col(f"{source}_bytes").is_not_null() for source in DRAWN))
+    rows = _labelled(known).with_columns(_place(), *(_off(source) for source in DRAWN), _measured())
     columns = ["candidate", "basis", "phase", "split", "measured_gib", *DRAWN, "place", *facets]
-    rows = clean(rows, dict.fromkeys(columns))
+    rows = clean(rows, list(dict.fromkeys(columns)))
     chosen = alt.param(
         name=f"{name}_by",
         value=next(iter(facets)),
@@ -82,7 +83,8 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
     return Figure(
         name,
         "Signed error of every figure, estimated and traced, in % of the measured one; the scale is even around zero "
-        "and logarithmic beyond. Filled marks: held out; hollow ones: a choice was made in view of the case.",
+        "and logarithmic beyond. Above zero labkit is too high. Filled marks: held out; hollow ones: a choice was "
+        "made in view of the case.",
         layered([_zero(), *_marks(base, 46)], rows, title, 40 + most * 44).add_params(chosen),
     )
 
@@ -95,21 +97,23 @@ def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
         name: of the figure.
         title: over the chart.
     """
-    named = _labelled(figures)
-    sides = [named.with_columns(_off(source).alias("percent"), source=pl.lit(source)) for source in DRAWN]
-    series = ["source", "basis"]
-    rows = (
-        pl.concat(sides)
-        .filter(pl.col("percent").is_not_null())
-        .with_columns(size=pl.col("percent").abs().clip(lower_bound=_LEAST))
-        .sort("size", maintain_order=True)
-        .with_columns(share=(pl.int_range(1, pl.len() + 1).over(series) / pl.len().over(series) * 100).round(2))
+    rows = _labelled(figures).with_columns(_off(source) for source in DRAWN)
+    rows = clean(rows, ["candidate", "basis", "phase", "split", *DRAWN])
+    base = (
+        alt.Chart()
+        .transform_fold(list(DRAWN), as_=["source", "percent"])
+        .transform_filter("isValid(datum.percent)")
+        .transform_calculate(size=f"max(abs(datum.percent), {_LEAST})")
+        .transform_window(
+            part="cume_dist()", sort=[alt.SortField("size")], groupby=["source", "basis"], frame=[None, None]
+        )
+        .transform_calculate(share="datum.part * 100")
     )
-    rows = clean(rows, ["candidate", *series, "phase", "split", "percent", "size", "share"])
+    most = max([1.0, *(_highest(rows[source].abs()) for source in DRAWN)])
     x = alt.X(
         "size:Q",
-        title="absolute error, % of the measured, at most",
-        scale=alt.Scale(type="log", domain=[_LEAST, max(1.0, _highest(rows["size"]))], nice=False),
+        title="absolute error of at most, %",
+        scale=alt.Scale(type="log", domain=[_LEAST, most], nice=False),
         axis=alt.Axis(values=[_LEAST, 0.01, *_TICKS], format="~g"),
     )
     y = alt.Y("share:Q", title="share of the figures (%)", scale=alt.Scale(domain=[0, 100]))
@@ -118,16 +122,14 @@ def distribution(figures: pl.DataFrame, name: str, title: str) -> Figure:
         scale=alt.Scale(domain=list(BASES), range=[[1, 0], [4, 3]]),
         legend=alt.Legend(orient="top", title=None, symbolType="stroke"),
     )
-    lines = (
-        alt.Chart()
-        .mark_line(interpolate="step-after", strokeWidth=1.6)
-        .encode(x=x, y=y, color=source_colour(rows), strokeDash=dash)
+    lines = base.mark_line(interpolate="step-after", strokeWidth=1.6).encode(
+        x=x, y=y, color=source_colour(_SOURCES), strokeDash=dash
     )
-    points = alt.Chart().encode(
+    points = base.encode(
         x=x,
         y=y,
-        color=source_colour(rows),
-        shape=source_shape(rows),
+        color=source_colour(_SOURCES),
+        shape=source_shape(_SOURCES),
         tooltip=[
             *_WHO,
             alt.Tooltip("percent:Q", title="error (%)", format="+.3f"),
@@ -161,7 +163,7 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
         pl.format("{} of {}", (pl.col("percent") >= 0).sum(), pl.len()).alias("text")
     )
     y = alt.Y("group:N", title=None, sort=groups, axis=_ROW_AXIS)
-    x = _percent(rows["percent"], "estimate with its margin, % above the measured", room_for(64))
+    x = _percent(rows["percent"], "with margin, % above the measured", room_for(64))
     states = ["covered", "not covered"]
     points = (
         alt.Chart()

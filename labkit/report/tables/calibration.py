@@ -28,7 +28,7 @@ def answers(frame: pl.DataFrame) -> GT:
         frame: collection, size, basis, and the columns of `labkit.workbench.calibration.spread`.
     """
     named = frame.with_columns(pl.concat_str("collection", "size", separator=", ", ignore_nulls=True).alias("who"))
-    return _spread(named, "answers", {"who": "Measured", "basis": "Basis"})
+    return _spread(named, "answers", {"who": "Measured", "basis": "Basis"}, ["headroom", "least_headroom"])
 
 
 def groups(frame: pl.DataFrame, name: str) -> GT:
@@ -38,10 +38,10 @@ def groups(frame: pl.DataFrame, name: str) -> GT:
         frame: facet, group, basis, and the columns of `labkit.workbench.calibration.spread`.
         name: of the table.
     """
-    return _spread(frame, name, {"facet": "By", "group": "Group", "basis": "Basis"})
+    return _spread(frame, name, {"facet": "By", "group": "Group", "basis": "Basis"}, [])
 
 
-def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str]) -> GT:
+def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str], rooms: list[str]) -> GT:
     sides = [source for source in ("estimated", "traced") if frame[f"{source}_figures"].sum()]
     columns = {source: [f"{source}_{each}" for each in _SPREAD] for source in sides}
     shown = frame.select(
@@ -51,8 +51,7 @@ def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str]) -> GT:
         .then(pl.format("{} of {}", "covered", "with_margin"))
         .otherwise(None)
         .alias("covered"),
-        "headroom",
-        "least_headroom",
+        *rooms,
     )
     drawn = table(shown, name)
     for source in sides:
@@ -64,12 +63,12 @@ def _spread(frame: pl.DataFrame, name: str, heads: dict[str, str]) -> GT:
             .fmt(number(lambda error: signed(error * 100, 2)), columns=ends)
             .cols_label({f"{source}_{each}": label for each, label in _SPREAD.items()})
         )
-    rooms = ["headroom", "least_headroom"]
+    margin = {"covered": "covers", "headroom": "headroom, %", "least_headroom": "least, %"}
     return (
         drawn.tab_spanner("Estimate with its margin", columns=["covered", *rooms])
         .fmt(number(lambda room: signed(room * 100, 1)), columns=rooms)
         .sub_missing(missing_text=NONE)
-        .cols_label(heads | {"covered": "covers", "headroom": "headroom, %", "least_headroom": "least, %"})
+        .cols_label(heads | {each: margin[each] for each in ("covered", *rooms)})
         .cols_align("left", columns=list(heads))
         .cols_align("right", columns=shown.columns[len(heads) :])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=[*heads, "covered"]))
@@ -104,25 +103,41 @@ def worst(frame: pl.DataFrame, name: str) -> GT:
 
 
 def figures(frame: pl.DataFrame, name: str) -> GT:
-    """Every figure.
+    """Every figure, a row for each case.
 
     Args:
         frame: as for `worst`.
         name: of the table.
     """
-    shown = _labelled(frame).select(
-        "candidate",
-        "basis",
-        "phase",
-        "split",
-        "rows",
-        *_sizes("measured"),
-        "estimated_error",
-        "traced_error",
-        "headroom",
-        trace=pl.when(pl.col("trace") != "ok").then("trace"),
+    labelled = _labelled(frame).with_columns(_sizes("measured"))
+    phases = labelled["phase"].unique(maintain_order=True).to_list()
+    about, values = ["candidate", "basis", "split", "rows"], ["measured", "estimated_error", "traced_error"]
+    cases = labelled.select(*about, trace=pl.when(pl.col("trace") != "ok").then("trace")).unique(maintain_order=True)
+    columns = {}
+    for place, phase in enumerate(phases):
+        columns[phase] = {value: f"{value[0]}{place}" for value in values}
+        mine = labelled.filter(phase=phase).select(
+            "candidate", *(pl.col(v).alias(to) for v, to in columns[phase].items())
+        )
+        cases = cases.join(mine, on="candidate", how="left", maintain_order="left")
+    shown = _known(cases.select(*about, *(to for each in columns.values() for to in each.values()), "trace"))
+    drawn = table(shown, name)
+    for phase, each in columns.items():
+        gib, *errors = each.values()
+        drawn = (
+            drawn.tab_spanner(phase, columns=[to for to in each.values() if to in shown.columns])
+            .fmt(number(lambda size: f"{size:.3f}"), columns=gib)
+            .fmt(number(lambda error: signed(error * 100, 2)), columns=[to for to in errors if to in shown.columns])
+            .cols_label({to: _HEADS[f"{value}_short"] for value, to in each.items() if to in shown.columns})
+        )
+    words = [each for each in shown.columns if shown.schema[each] == pl.String]
+    return (
+        drawn.sub_missing(missing_text=NONE)
+        .cols_label({each: _HEADS[each] for each in (*about, "trace") if each in shown.columns})
+        .cols_align("left", columns=words)
+        .cols_align("right", columns=[each for each in shown.columns if each not in words])
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["candidate", "split"]))
     )
-    return _drawn(_known(shown), name)
 
 
 _HEADS: Final = {
@@ -138,6 +153,9 @@ _HEADS: Final = {
     "traced_error": "Traced, % off",
     "headroom": "Headroom, %",
     "trace": "Trace",
+    "measured_short": "GiB",
+    "estimated_error_short": "est., %",
+    "traced_error_short": "traced, %",
     "known": "Why, where it is known",
 }
 
