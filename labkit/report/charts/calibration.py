@@ -22,8 +22,9 @@ BASES: Final = ("held out", "calibrated")
 _LEAST: Final = 0.001
 """Percent; smaller errors are drawn there."""
 _TICKS: Final = [0.1, 0.3, 1, 3, 10, 30, 100]
-_GOLDEN: Final = 0.618034
-"""Multiples of it, without their whole part, lie evenly and look random: points of a row do not hide each other."""
+_PLACE: Final = "0.15 + datum.number * 0.618034 % 1 * 0.7"
+"""Where in its row's line a point lies, from 0 to 1. Multiples of the golden section, without their whole part, lie
+evenly and look random: points do not hide each other."""
 _WHO: Final = (
     alt.Tooltip("candidate:N", title="case"),
     alt.Tooltip("source:N", title="source"),
@@ -47,8 +48,8 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
         facets: columns to group by, in words; the first is what is shown first.
     """
     known = figures.filter(pl.any_horizontal(pl.col(f"{source}_bytes").is_not_null() for source in DRAWN))
-    rows = _labelled(known).with_columns(_place(), *(_off(source) for source in DRAWN), _measured())
-    columns = ["candidate", "basis", "phase", "split", "measured_gib", *DRAWN, "place", *facets]
+    rows = _labelled(known).with_columns(*(_off(source) for source in DRAWN), _measured())
+    columns = ["candidate", "basis", "phase", "split", "measured_gib", *DRAWN, *facets]
     rows = clean(rows, list(dict.fromkeys(columns)))
     chosen = alt.param(
         name=f"{name}_by",
@@ -62,9 +63,10 @@ def errors(figures: pl.DataFrame, name: str, title: str, facets: Mapping[str, st
         .transform_fold(list(DRAWN), as_=["source", "percent"])
         .transform_calculate(
             group=f"datum[{name}_by]",
-            line=f"{places}[datum.source] + datum.place",
             gib="datum.measured_gib * (1 + datum.percent / 100)",
         )
+        .transform_window(number="row_number()", frame=[None, None])
+        .transform_calculate(line=f"{places}[datum.source] + {_PLACE}")
         .transform_filter("isValid(datum.group) && isValid(datum.percent)")
         .encode(
             y=_GROUP,
@@ -153,10 +155,10 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
         title: over the chart.
     """
     percent = (pl.col("covering_bytes") / pl.col("measured_bytes") - 1) * 100
-    rows = _labelled(figures).with_columns(_place(), _measured(), percent.round(3).alias("percent"))
+    rows = _labelled(figures).with_columns(_measured(), percent.round(3).alias("percent"))
     rows = clean(
         rows.filter(pl.col("percent").is_not_null()),
-        ["candidate", "basis", "phase", "split", "group", "measured_gib", "percent", "place"],
+        ["candidate", "phase", "split", "group", "measured_gib", "percent"],
     )
     groups = rows["group"].unique(maintain_order=True).to_list()
     counts = rows.group_by("group", maintain_order=True).agg(
@@ -170,12 +172,13 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
         .transform_calculate(
             covered=f"datum.percent >= 0 ? '{states[0]}' : '{states[1]}'",
             gib="datum.measured_gib * (1 + datum.percent / 100)",
-            source="'estimated'",
         )
+        .transform_window(number="row_number()", frame=[None, None])
+        .transform_calculate(line=_PLACE)
         .mark_point(size=46, strokeWidth=1.3, opacity=0.8)
         .encode(
             y=y,
-            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[0, 1])),
+            yOffset=alt.YOffset("line:Q", scale=alt.Scale(domain=[0, 1])),
             x=x,
             color=alt.Color(
                 "covered:N",
@@ -188,7 +191,7 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
                 legend=alt.Legend(orient="top", title=None),
             ),
             tooltip=[
-                *_WHO,
+                *(each for each in _WHO if each.title not in ("source", "basis")),
                 alt.Tooltip("percent:Q", title="headroom (%)", format="+.2f"),
                 alt.Tooltip("gib:Q", title="estimate with margin (GiB)", format=".3f"),
                 alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
@@ -220,11 +223,6 @@ def _off(source: str) -> pl.Expr:
 
 def _measured() -> pl.Expr:
     return (pl.col("measured_bytes") / GIB).round(3).alias("measured_gib")
-
-
-def _place() -> pl.Expr:
-    """Where in its row's line a point lies, from 0 to 1."""
-    return (0.15 + pl.int_range(pl.len()) * _GOLDEN % 1 * 0.7).round(2).alias("place")
 
 
 def _percent(values: pl.Series, title: str, reach: Any = alt.Undefined) -> alt.X:
