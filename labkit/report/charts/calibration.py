@@ -25,13 +25,12 @@ _TICKS: Final = [0.1, 0.3, 1, 3, 10, 30, 100]
 _PLACE: Final = "0.15 + datum.number * 0.618034 % 1 * 0.7"
 """Where in its row's line a point lies, from 0 to 1. Multiples of the golden section, without their whole part, lie
 evenly and look random: points do not hide each other."""
-_WHO: Final = (
+_WHICH: Final = (
     alt.Tooltip("candidate:N", title="case"),
-    alt.Tooltip("source:N", title="source"),
-    alt.Tooltip("basis:N", title="basis"),
     alt.Tooltip("phase:N", title="figure"),
     alt.Tooltip("split:N", title="layout"),
 )
+_WHO: Final = (*_WHICH, alt.Tooltip("source:N", title="source"), alt.Tooltip("basis:N", title="basis"))
 _ERROR: Final = "error, % of the measured"
 _SOURCES: Final = pl.DataFrame({"source": DRAWN})
 _ROW_AXIS: Final = alt.Axis(ticks=False, domain=False, labelPadding=8)
@@ -191,7 +190,7 @@ def coverage(figures: pl.DataFrame, name: str, title: str) -> Figure:
                 legend=alt.Legend(orient="top", title=None),
             ),
             tooltip=[
-                *(each for each in _WHO if each.title not in ("source", "basis")),
+                *_WHICH,
                 alt.Tooltip("percent:Q", title="headroom (%)", format="+.2f"),
                 alt.Tooltip("gib:Q", title="estimate with margin (GiB)", format=".3f"),
                 alt.Tooltip("measured_gib:Q", title="measured (GiB)", format=".3f"),
