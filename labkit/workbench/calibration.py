@@ -5,7 +5,7 @@ published studies are made on the spot; traces, and whatever there is of the CI 
 that was made of other work than today's is stale, and no figure of it is shown.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import polars as pl
 
-from labkit.calibration.accuracy import MANY_ROWS, compared
+from labkit.calibration.accuracy import MANY_ROWS, Comparison, compared, shipped
 from labkit.calibration.cells import CHOSEN_FROM, DEFAULT_CELLS, WARM, Cell, read
 from labkit.calibration.jobs import DEFAULT_JOBS, Row, read_rows
 from labkit.calibration.kept import CELLS, JOBS, KEPT_CELLS, KEPT_JOBS, read_kept
@@ -110,17 +110,18 @@ class Calibration:
         Raises:
             InputError: the file is no such file, or a row of it is wrong.
         """
+        own = [(cell, compared(cell)) for cell in read(cells, DEFAULT_CELLS)] if cells else []
         known = Known.load()
         kept_cells, kept_jobs = read_kept(KEPT_CELLS, CELLS), read_kept(KEPT_JOBS, JOBS)
         rows = [
-            *(_of_cells(OWN, read(cells, DEFAULT_CELLS), kept_cells, None) if cells else ()),
-            *_of_cells(H200, read(DEFAULT_CELLS), kept_cells, known),
+            *_of_cells(OWN, own, kept_cells, None),
+            *_of_cells(H200, shipped(), kept_cells, known),
             *_of_jobs(read_rows(DEFAULT_JOBS), kept_jobs, known),
             *_of_studies(),
         ]
         figures = pl.DataFrame([{**dict.fromkeys(FIGURES), **row} for row in rows], schema=FIGURES)
         made = pl.concat([_made(H200, kept_cells), _made(JOB, kept_jobs)])
-        return cls(_with_errors(figures), made)
+        return cls(with_errors(figures), made)
 
     @cached_property
     def answers(self) -> pl.DataFrame:
@@ -244,7 +245,8 @@ def spread(figures: pl.DataFrame, *by: str) -> pl.DataFrame:
     return figures.group_by(*by, maintain_order=True).agg(columns)
 
 
-def _with_errors(figures: pl.DataFrame) -> pl.DataFrame:
+def with_errors(figures: pl.DataFrame) -> pl.DataFrame:
+    """Figures with estimated_error, traced_error and headroom: fractions of the measured."""
     measured = pl.col("measured_bytes")
     return figures.with_columns(
         estimated_error=pl.col("estimated_bytes") / measured - 1,
@@ -254,13 +256,13 @@ def _with_errors(figures: pl.DataFrame) -> pl.DataFrame:
 
 
 def _of_cells(
-    collection: str, cells: Iterable[Cell], kept: pl.DataFrame, known: Known | None
+    collection: str, cells: Iterable[tuple[Cell, Sequence[Comparison]]], kept: pl.DataFrame, known: Known | None
 ) -> Iterator[dict[str, Any]]:
     traces = _by_case(kept)
-    for cell in cells:
+    for cell, phases in cells:
         layout = cell.workload.parallelism
         trace, why, traced = _kept_of(traces.get(cell.case), cell.work_hash, "make cells")
-        for each in compared(cell):
+        for each in phases:
             yield {
                 "collection": collection,
                 "case": cell.case,
