@@ -126,7 +126,7 @@ def _timeline(found: Course) -> dict[str, Any]:
     present = [place for place, name in enumerate(CATEGORIES) if any(held[place] for held in found.holdings)]
     present.sort(key=lambda place: STACK.index(CATEGORIES[place]))
     return {
-        "iteration": max(found.peak.iteration, 1),
+        "iteration": found.iteration,
         "categories": [CATEGORIES[place] for place in present],
         "at": [round(1e4 * position) for position in found.positions],
         "mib": [[round(held[place] / MIB) for held in found.holdings] for place in present],

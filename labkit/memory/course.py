@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.ledger import Lifetime, rounded
+from labkit.ledger import MATERIAL, Lifetime, rounded
 from labkit.memory.book import Book
 from labkit.memory.meter import Change, Meter
 from labkit.memory.outline import TOKEN_COUNT, Levels, StateChanges, StateKey, block, changes_of
@@ -77,6 +77,8 @@ class Course(NamedTuple):
     holdings: tuple[Holding, ...]
     """What is held from each of them on."""
     stretches: tuple[Stretch, ...]
+    iteration: int
+    """Whose moments those are."""
 
     @property
     def peak(self) -> PhaseHolding:
@@ -97,9 +99,15 @@ def course(workload: Workload, stage: int = 0, size: Callable[[Any], Any] = bloc
     run_steps(workload, stage, model, loss_chunk(workload), books)
     books.end_phase()
     phases = tuple(PhaseHolding(*when, held) for when, held in books.peaks.items())
-    peak = max(phases, key=lambda phase: phase.bytes)
-    through = _through(max(peak.iteration, 1), books.begun, meter.moments)
-    return Course(phases, round(books.set_up_level.sum()), *through)
+    iteration = _iteration(phases)
+    through = _through(iteration, books.begun, meter.moments)
+    return Course(phases, round(books.set_up_level.sum()), *through, iteration)
+
+
+def _iteration(phases: Sequence[PhaseHolding]) -> int:
+    """The step that has the peak: the steady one, unless the first is higher by what matters."""
+    highest = max(phases, key=lambda phase: phase.bytes).bytes
+    return max((phase.iteration for phase in phases if phase.bytes >= (1 - MATERIAL) * highest), default=1) or 1
 
 
 def _kept(units: Iterable[Unit]) -> Iterable[str]:

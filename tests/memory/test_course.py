@@ -66,6 +66,7 @@ def test_moments_run_through_the_step_that_has_the_peak() -> None:
     assert found.positions[0] >= 0
     assert list(found.positions) == sorted(set(found.positions))
     assert found.positions[-1] < 1
+    assert found.iteration == found.peak.iteration == 2
     assert max(round(holding.sum()) for holding in found.holdings) == found.peak.bytes
     assert [stretch.phase for stretch in found.stretches] == ["forward", "backward", "grad_sync", "optimizer"]
     assert (found.stretches[0].start, found.stretches[-1].end) == (0, 1)

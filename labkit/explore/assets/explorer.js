@@ -229,15 +229,15 @@ function bars(theme, picture, traced) {
       ...marks.map(({ memory }) => element("div", { class: "lk-mark", style: { left: percent(memory, scale) } })),
     );
   const words = picture.held.map(([category, bytes]) => `${category} ${gib(bytes)} GiB`).join(", ");
-  const drawn = element("div", { class: "lk-bars", role: "img", "aria-label": `What holds the peak: ${words}` });
-  drawn.append(element("span", {}, "estimated"), track(picture.held, picture.margin));
-  if (traced) bars.append(element("span", {}, "traced"), track(traced.held, 0));
+  const made = element("div", { class: "lk-bars", role: "img", "aria-label": `What holds the peak: ${words}` });
+  made.append(element("span", {}, "estimated"), track(picture.held, picture.margin));
+  if (traced) made.append(element("span", {}, "traced"), track(traced.held, 0));
   const labels = marks.map(({ memory, gpu }) => {
     const place = memory / scale;
     return element("span", { style: { left: percent(memory, scale) }, "data-last": place > 0.9 }, `${capacity(gpu)} GPU: ${gib(memory)} GiB`);
   });
-  drawn.append(element("span"), element("div", { class: "lk-marks" }, ...labels));
-  return drawn;
+  made.append(element("span"), element("div", { class: "lk-marks" }, ...labels));
+  return made;
 }
 
 function table(theme, picture, traced) {
@@ -320,7 +320,7 @@ function timeline(theme, picture, width) {
     if (level < EDGES.top) continue;
     svg.append(
       drawn("line", { x1: EDGES.left, x2: EDGES.left + wide, y1: level, y2: level, stroke: "var(--lk-ink)", "stroke-dasharray": "5 3" }),
-      text(`${capacity(gpu)} GPU`, { x: EDGES.left + wide - 3, y: level - 4, "text-anchor": "end" }),
+      text(`${capacity(gpu)} GPU`, { x: EDGES.left + 5, y: level + 13 }),
     );
   }
   let free = 0;
@@ -356,9 +356,9 @@ function text(words, attributes, fill) {
   return made;
 }
 
-// About four round numbers below a limit.
+// About five round numbers below a limit.
 function ticks(limit) {
-  const rough = limit / 4;
+  const rough = limit / 5;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power;
   return Array.from({ length: Math.floor(limit / step) + 1 }, (_, number) => Number((number * step).toPrecision(6)));
@@ -456,8 +456,9 @@ class Picture {
     this.peak.dataset.settled = picture.settled;
     this.peak.replaceChildren(`${picture.settled ? "" : "≈ "}${gib(picture.peak, digits)}`, element("small", {}, "GiB"));
     const stage = picture.stages.length ? `, on pipeline stage ${picture.stage} (of 0 to ${picture.stages.length - 1}), which holds most` : "";
+    const aside = ` Fit is asked with the margin of ${gib(picture.margin)} GiB that is set aside above it.`;
     const again = picture.replay_ms ? ` Recompute runs ${picture.replay_ms < 1 ? picture.replay_ms : picture.replay_ms.toFixed(1)} ms or more again each step.` : "";
-    this.where.textContent = `peak allocated (estimated), in ${picture.phase} of step ${picture.iteration}${stage}.${again}`;
+    this.where.textContent = `peak allocated (estimated), in ${picture.phase} of step ${picture.iteration}${stage}.${again}${aside}`;
     this.fits.replaceChildren(...picture.fits.map(fit));
     this.bars.replaceChildren(element("h4", {}, "What holds the peak (margin hatched)"), bars(this.theme, picture, traced));
     this.table.replaceChildren(table(this.theme, picture, traced));
@@ -480,7 +481,7 @@ class Picture {
 
 function fit({ gpu, name, verdict, room }) {
   const [sign, words] = VERDICTS[verdict];
-  const left = room >= 0 ? `${gib(room)} GiB to spare above the margin` : `${gib(-room)} GiB short with the margin`;
+  const left = room >= 0 ? `${gib(room)} GiB to spare` : `${gib(-room)} GiB short`;
   return element("li", { class: "lk-fit", "data-verdict": verdict, "data-gpu": gpu, title: name },
     element("strong", {}, `${sign} ${capacity(gpu)}: ${words}`),
     element("span", {}, left));
