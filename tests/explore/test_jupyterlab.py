@@ -12,7 +12,7 @@ from labkit.explore.texts import as_yaml
 from labkit.files import shipped_directory
 from labkit.report.theme import PALETTES
 from tests.explore.lab import Lab, Server, server
-from tests.small import small
+from tests.small import selective, small
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -78,6 +78,18 @@ def test_a_changed_control_changes_the_peak_to_the_estimate(lab: Lab) -> None:
     lab.page.get_by_role("button", name="Back to the start").click()
     lab.peak(peak(small()))
     assert lab.page.get_by_label("sequence length (batch.seq_length)").input_value() == "256"
+
+
+def test_an_idle_label_is_warned_of_and_the_ledger_says_what_it_costs(lab: Lab) -> None:
+    lab.page.get_by_role("checkbox", name="core_attn").check()
+    lab.peak(peak(small(recompute=selective("core_attn"))))
+    warnings = lab.explorer.locator(".lk-finding[data-severity=warning]")
+    lab.page.wait_for_function("document.querySelectorAll('.lk-finding[data-late]').length === 1")
+    assert "Remedy: remove core_attn" in warnings.first.inner_text()
+    assert "of attention again each step" in warnings.last.inner_text()
+    lab.page.get_by_role("checkbox", name="core_attn").uncheck()
+    lab.peak(peak(small()))
+    assert warnings.count() == 0
 
 
 def test_what_cannot_run_says_why_and_the_last_picture_is_greyed(lab: Lab) -> None:

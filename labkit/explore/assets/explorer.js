@@ -642,7 +642,7 @@ function render({ model, el }) {
     const shown = model.get("picture");
     picture.show(shown, model.get("tracing"));
     actions.show(model.get("tracing"), shown);
-    const idle = (shown.warnings ?? []).filter((words) => !model.get("answer").findings.some(({ field }) => words.startsWith(`${field}:`)));
+    const idle = (shown.warnings ?? []).filter((words) => !model.get("answer").findings.some(({ field, reason, remedy }) => words === `${field}: ${reason}; ${remedy}`));
     for (const old of findings.querySelectorAll("[data-late]")) old.remove();
     for (const words of idle) {
       const item = element("li", { class: "lk-finding", "data-severity": "warning", "data-late": true }, words);
