@@ -423,7 +423,7 @@ class Planning:
     def remedies(self) -> pl.DataFrame:
         """What would work for the largest that each policy refuses; columns `REMEDIES`."""
         rows = [
-            (plan.policy, each.change, each.peak_bytes, each.covered_bytes, each.reserved_bytes)
+            (plan.policy, each.change.rstrip(","), each.peak_bytes, each.covered_bytes, each.reserved_bytes)
             for plan in self.planned
             for each in plan.remedies
         ]
