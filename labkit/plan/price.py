@@ -1,6 +1,6 @@
 """What each recompute choice holds and costs, by the estimator's outline: half a millisecond a choice."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -154,20 +154,32 @@ class Exact(NamedTuple):
     """Of its fullest stage."""
 
 
-def exactly(choice: Priced) -> Exact:
-    """Play the allocator, a tenth of a second a stage."""
-    case = choice.workload
+def exact_peaks(case: Workload) -> dict[int, BlockPeaks]:
+    """Play the allocator on each stage that can be the fullest, that one first: a tenth of a second a stage."""
     stages = {stage: BlockPeaks(case, stage) for stage in fullest_stages(case)}
-    stage = max(stages, key=lambda each: stages[each].peak.bytes)
+    return dict(sorted(stages.items(), key=lambda item: -item[1].peak.bytes))
+
+
+def exactly_covered(case: Workload, stages: Mapping[int, BlockPeaks]) -> int:
+    """The largest of the peaks with their margins."""
+    needed: list[int] = [
+        each.peak.bytes + margin_over(case, each.phases, each.before_bytes) for each in stages.values()
+    ]
+    return max(needed)
+
+
+def exactly(choice: Priced) -> Exact:
+    """A choice at its exact price."""
+    case = choice.workload
+    stages = exact_peaks(case)
+    stage = next(iter(stages))
     peak = stages[stage].peak
     priced = choice._replace(
         stage=stage,
         iteration=peak.iteration,
         phase=peak.phase,
         peak_bytes=peak.bytes,
-        covered_bytes=max(
-            each.peak.bytes + margin_over(case, each.phases, each.before_bytes) for each in stages.values()
-        ),
+        covered_bytes=exactly_covered(case, stages),
     )
     return Exact(priced, stages[stage])
 

@@ -72,7 +72,7 @@ def _valid(workload: Workload, choice: Recompute) -> Iterator[Recompute]:
         yield choice
 
 
-def shorter(workload: Workload, part: int, of: int) -> Workload | None:
+def resized(workload: Workload, part: int, of: int) -> Workload | None:
     """The workload with sequences of `part` of `of` equal parts of their length; None where they do not divide so.
 
     Of a packed batch each sequence and the shared prefix.
@@ -92,10 +92,10 @@ def shorter(workload: Workload, part: int, of: int) -> Workload | None:
         "busiest_rank_rows": None if busiest is None else -(-busiest * part // of),
     }
     changed = batch.model_copy(update={"packed": packed.model_copy(update=update), "seq_length": 1})
-    return workload.model_copy(update={"batch": _padded(changed, layout)})
+    return workload.model_copy(update={"batch": padded(changed, layout)})
 
 
-def _padded(batch: Batch, layout: Parallelism) -> Batch:
+def padded(batch: Batch, layout: Parallelism) -> Batch:
     """A packed batch with as many rows as its ranks can share."""
     if batch.packed is None:
         return batch
@@ -171,6 +171,6 @@ def _laid_out(
     parallelism: Parallelism = layout.model_copy(update=update)
     if layout.world_size % (parallelism.tp * parallelism.pp * parallelism.cp):
         return None
-    batch = _padded(workload.batch.model_copy(update={"micro_batch_size": micro_batch}), parallelism)
+    batch = padded(workload.batch.model_copy(update={"micro_batch_size": micro_batch}), parallelism)
     other = workload.model_copy(update={"parallelism": parallelism, "batch": batch})
     return other if other.can_run else None

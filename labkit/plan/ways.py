@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from labkit.plan.price import Priced, Pricer, has_long_regions
 from labkit.plan.ranking import Ranking
-from labkit.plan.space import other_settings, recompute_choices, shorter
+from labkit.plan.space import other_settings, recompute_choices, resized
 from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
 from labkit.workload.unstated import with_fields
@@ -43,7 +43,7 @@ def longest_that_fits(ranking: Ranking, choice: Recompute) -> Workload | None:
 
     Peaks rise with the length.
     """
-    cases = (shorter(ranking.control.workload, part, _FRACTIONS) for part in range(1, _FRACTIONS))
+    cases = (resized(ranking.control.workload, part, _FRACTIONS) for part in range(1, _FRACTIONS))
     runnable = [case for case in cases if case is not None and _runnable(case, [choice])]
     count = bisect_left(runnable, True, key=lambda case: not ranking.fits(Pricer(case).price(choice)))
     return runnable[count - 1] if count else None

@@ -172,6 +172,19 @@ class Calibration(Parameters):
     """A file of cells that you measured, with the columns of `data/published/h200_lora_peaks.csv`."""
 
 
+class Scaling(Parameters):
+    """Parameters of `notebooks/scaling.py`."""
+
+    notebook: ClassVar[str] = "scaling"
+
+    workload: WorkloadFile = "moonlight-16b"
+    """A workload file, or the name of one that ships with labkit: what is varied, one size at a time."""
+    gpus: Annotated[Many[GpuName], Field(min_length=1)] = _BOTH_HOPPERS
+    """Whose memory to fit into."""
+    longest: PositiveInt = 2**20
+    """Tokens of a sequence beyond which nothing is looked for."""
+
+
 MODELS: dict[str, type[Parameters]] = {
     model.notebook: model
     for model in (
@@ -182,6 +195,7 @@ MODELS: dict[str, type[Parameters]] = {
         Explore,
         ExpertRouting,
         RecomputeStudy,
+        Scaling,
     )
 }
 """By the name of the notebook."""

@@ -56,10 +56,20 @@ def _written(workload: Workload, folder: Path) -> str:
     return str(folder / "workload.yaml")
 
 
+def _few_layers(folder: Path) -> dict[str, Any]:
+    return {"workload": _written(Workload.load("gpt-local"), folder)}
+
+
+def _short_lengths(folder: Path) -> dict[str, Any]:
+    return {**_few_layers(folder), "gpus": ["h100-80gb"], "longest": 65536}
+
+
 CHEAP: dict[str, Callable[[Path], dict[str, Any]]] = {
     "admission": _few_requests,
+    "estimate": _few_layers,
     "expert_routing": _few_experts,
     "recompute_study": _unmade_study,
+    "scaling": _short_lengths,
 }
 """Parameters with which a notebook is quick, given a folder for files; one that is not named here runs as it stands."""
 
