@@ -43,9 +43,9 @@ prose.lead(scaling.sentences)
 #
 # The longest sequence whose estimated peak fits with the safety margin, to within a 64th of itself; the next length
 # does not. Each size is doubled and halved alone, on as many GPUs, each rank with as many micro-batches as before.
-# *Routing allowance* is the same layout with what labkit sets aside for a router that was not measured. *Fragments*:
-# blocks fit, but the caching allocator, which holds whole segments, may run out of memory all the same. CUDA's context
-# and NCCL's buffers come on top of everything.
+# *Routing allowance* is the same layout with what labkit sets aside for a router that was not measured; replay is that
+# at the workload's own length. *Fragments*: blocks fit, but the caching allocator, which holds whole segments, may run
+# out of memory all the same. CUDA's context and NCCL's buffers come on top of everything.
 
 # %%
 charts.frontier(scaling.frontier)

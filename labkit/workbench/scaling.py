@@ -243,14 +243,14 @@ class Scaling:
 
     @property
     def holdings(self) -> pl.DataFrame:
-        """The same as bars: candidate (choice and length), source, category, bytes."""
-        name = pl.format("{}, at {} tokens", "choice", "tokens")
-        return self.growth.select(candidate=name, source=pl.lit("estimated"), category="category", bytes="bytes")
+        """The same as bars: candidate (a choice at its longest length), source, category, bytes."""
+        return self.growth.select(candidate="choice", source=pl.lit("estimated"), category="category", bytes="bytes")
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
         """What limits the length, what moves it most, and what the figures leave out."""
-        return tuple(filter(None, (self._answer, *self._moves, self._layouts_said, *self._slopes, self._allowance)))
+        said = (self._answer, *self._moves, self._layouts_said, *self._slopes, self._allowance, self._fragments)
+        return tuple(filter(None, said))
 
     def _found(self, setting: str, choice: str) -> list[dict[str, Any]]:
         here = self.frontier.filter(pl.col("setting") == setting, pl.col("choice") == choice)
@@ -304,14 +304,24 @@ class Scaling:
         said = " and ".join(_reach(row) for row in rows)
         return f"Where the router sends the busiest rank the share that labkit sets aside by default, it {said}."
 
+    @property
+    def _fragments(self) -> str:
+        found = self.frontier.filter(pl.col("tokens").is_not_null())
+        stopped = found.filter(~pl.col("runs")).height
+        if not stopped:
+            return ""
+        return (
+            f"At {stopped} of {found.height} of these lengths the blocks fit, but the caching allocator, which holds "
+            "whole segments, would run out through fragments: leave it more room than the margin there."
+        )
+
 
 def _reach(row: Mapping[str, Any]) -> str:
     """What a row of the frontier says."""
     if row["tokens"] is None:
         return f"does not fit {row['gpu']} at any length"
     more = " or more" if row["too_long"] is None else ""
-    tight = "" if row["runs"] else " (but for fragments of the allocator)"
-    return f"fits {row['gpu']} up to {row['tokens']:,} tokens{more}{tight}"
+    return f"fits {row['gpu']} up to {row['tokens']:,} tokens{more}"
 
 
 class Guide:

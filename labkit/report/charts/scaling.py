@@ -131,7 +131,7 @@ def frontier(frame: pl.DataFrame) -> Figure:
         "tokens:Q",
         title="longest sequence that fits (tokens)",
         scale=alt.Scale(type="log", base=2, nice=True, range=room_for(12)),
-        axis=alt.Axis(format="~s", tickCount=7),
+        axis=alt.Axis(format=",d", tickCount=7),
     )
     points = (
         alt.Chart()
@@ -173,7 +173,7 @@ def holdings(breakdown: pl.DataFrame, limits: pl.DataFrame) -> Figure:
     """What holds the peak where a GPU is full.
 
     Args:
-        breakdown: candidate (choice and length), source, category, bytes.
+        breakdown: candidate (a choice), source, category, bytes.
         limits: label, bytes.
     """
     return stacks(
@@ -182,6 +182,6 @@ def holdings(breakdown: pl.DataFrame, limits: pl.DataFrame) -> Figure:
         "What holds a rank's peak at the longest length that fits, in GiB, estimated, by category, with the safety "
         "margin; dashed lines are what GPUs have. Numbers in the bars are those of the legend.",
         "What fills the GPU at the longest length",
-        row="recompute and length",
+        row="recompute",
         limits=limits,
     )

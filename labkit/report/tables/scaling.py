@@ -1,5 +1,7 @@
 """The tables of notebook `scaling` (frames: `labkit.workbench.scaling`)."""
 
+from itertools import chain
+
 import polars as pl
 from great_tables import GT, loc, style
 
@@ -12,43 +14,43 @@ def frontier(frame: pl.DataFrame) -> GT:
     gpus = frame["gpu"].unique(maintain_order=True).to_list()
     said = (
         pl.when(pl.col("tokens").is_null())
-        .then(pl.lit("none fits"))
+        .then(pl.lit("no length fits"))
         .when(pl.col("too_long").is_null())
-        .then(pl.format("{} or more", "tokens"))
+        .then(pl.lit("or longer"))
         .when(~pl.col("runs"))
-        .then(pl.format("{} (fragments)", "tokens"))
-        .otherwise(pl.col("tokens").cast(pl.String))
+        .then(pl.lit("fragments"))
+        .otherwise(pl.lit(NONE))
     )
     keys = ["setting", "choice", "replay_seconds", "replay_share"]
     # Columns are numbered: a name could be anything.
     wide = frame.select(*keys).unique(["setting", "choice"], keep="first", maintain_order=True)
     for place, gpu in enumerate(gpus):
         there = frame.filter(pl.col("gpu") == gpu).select(
-            "setting", "choice", said.alias(f"tokens{place}"), pl.col("over_none").alias(f"over{place}")
+            "setting",
+            "choice",
+            pl.col("tokens").alias(f"tokens{place}"),
+            pl.col("over_none").alias(f"over{place}"),
+            said.alias(f"note{place}"),
         )
         wide = wide.join(there, on=["setting", "choice"], how="left", maintain_order="left")
-    tokens = [f"tokens{place}" for place in range(len(gpus))]
-    over = [f"over{place}" for place in range(len(gpus))]
+    tokens, over, notes = ([f"{name}{place}" for place in range(len(gpus))] for name in ("tokens", "over", "note"))
     replay = ["replay_seconds", "replay_share"]
-    shown = wide.select(
-        "setting", "choice", *(name for pair in zip(tokens, over, strict=True) for name in pair), *replay
-    )
+    triples = list(zip(tokens, over, notes, strict=True))
     made = (
-        table(shown, "frontier")
+        table(wide.select("setting", "choice", *chain.from_iterable(triples), *replay), "frontier")
         .fmt(number(lambda times: f"{times:.2f}"), columns=over)
         .fmt(number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_seconds")
         .fmt(number(lambda share: f"{share * 100:.1f}"), columns="replay_share")
         .sub_missing(missing_text=NONE)
-        .tab_spanner("Replay per step as long as it is, lower bound", columns=replay)
+        .tab_spanner("Replay per step, lower bound", columns=replay)
         .cols_label(setting="Layout", choice="Recompute", replay_seconds="ms", replay_share="% of step")
-        .cols_align("left", columns=["setting", "choice"])
+        .cols_align("left", columns=["setting", "choice", *notes])
         .cols_align("right", columns=[*tokens, *over, *replay])
-        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["setting", *tokens]))
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["setting", *notes]))
     )
-    for place, gpu in enumerate(gpus):
-        columns = [tokens[place], over[place]]
-        made = made.tab_spanner(f"{gpu}, longest", columns=columns)
-        made = made.cols_label({tokens[place]: "tokens", over[place]: "times none's"})
+    for (longest, times, note), gpu in zip(triples, gpus, strict=True):
+        made = made.tab_spanner(f"{gpu}, longest", columns=[longest, times, note])
+        made = made.cols_label({longest: "tokens", times: "times none's", note: "note"})
     return made
 
 
