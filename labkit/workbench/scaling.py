@@ -249,7 +249,7 @@ class Scaling:
     @cached_property
     def sentences(self) -> tuple[str, ...]:
         """What limits the length, what moves it most, and what the figures leave out."""
-        said = (self._answer, *self._moves, self._layouts_said, *self._slopes, self._allowance, self._fragments)
+        said = (self._answer, self._fragments, *self._moves, self._layouts_said, *self._slopes, self._allowance)
         return tuple(filter(None, said))
 
     def _found(self, setting: str, choice: str) -> list[dict[str, Any]]:
@@ -311,8 +311,8 @@ class Scaling:
         if not stopped:
             return ""
         return (
-            f"At {stopped} of {found.height} of these lengths the blocks fit, but the caching allocator, which holds "
-            "whole segments, would run out through fragments: leave it more room than the margin there."
+            f"Right at {stopped} of the {found.height} lengths found the blocks fit with their margin, but the caching "
+            "allocator, which holds whole segments, would run out through fragments: stay below, as it needs room too."
         )
 
 
