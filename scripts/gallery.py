@@ -25,7 +25,7 @@ class Picture(NamedTuple):
     notebook: str
     parameters: dict[str, Any]
     part: str | None = None
-    height: int = 860
+    height: int = 780
 
 
 PICTURES = (

@@ -10,6 +10,7 @@ import vl_convert
 
 from labkit.report.charts import study as charts
 from labkit.report.figure import VEGALITE, Figure
+from labkit.report.prose import Prose
 from labkit.report.theme import SOURCES, STACK, category_colour, category_number, text_on, vega_config
 from labkit.study import frames as study_frames
 from labkit.summary import CATEGORIES
@@ -20,17 +21,22 @@ FAILURES = {"[moe]": ("failed", "backward: RuntimeError: no"), "[core_attn]": ("
 VERSIONS = ["5.20", "6.4"]
 
 
+def bought(frame: pl.DataFrame) -> Figure:
+    figure = charts.tradeoff(frame)
+    assert isinstance(figure, Figure)
+    return figure
+
+
 def figures(cells: pl.DataFrame) -> list[Figure]:
     return [
         charts.peaks(cells),
         charts.differences(cells),
         charts.holdings(frames.breakdown(cells), cells),
         charts.timeline(*frames.timeline(cells)),
-        charts.tradeoff(frames.tradeoff(cells)),
     ]
 
 
-ALL = figures(frames.cells(FAILURES))
+ALL = [*figures(frames.cells(FAILURES)), bought(frames.tradeoff(frames.cells(FAILURES)))]
 
 
 def by_name(name: str) -> Figure:
@@ -165,7 +171,7 @@ def test_timeline_stretches_the_estimate_onto_the_phases_of_the_trace() -> None:
 
 def test_a_study_that_has_not_run_still_shows_its_estimates() -> None:
     cells = frames.cells(dict.fromkeys(frames.PUBLISHED, ("missing", None))).filter(pl.col("source") != "published")
-    peaks, differences, holdings, timeline, bought = (words(svg(figure)) for figure in figures(cells))
+    peaks, differences, holdings, timeline = (words(svg(figure)) for figure in figures(cells))
     assert "34.049" in peaks
     assert "traced: not run yet" in peaks
     assert "0.666" in differences
@@ -173,7 +179,9 @@ def test_a_study_that_has_not_run_still_shows_its_estimates() -> None:
     assert "forward" in timeline
     assert "traced: not run yet" in differences
     assert "traced: not run yet" in holdings
-    assert "saved (GiB, traced)" in bought
+    nothing = charts.tradeoff(frames.tradeoff(cells))
+    assert isinstance(nothing, Prose)
+    assert nothing.sentences[0].startswith("No choice has both figures yet. Without a place: [] (not run yet)")
     for figure in figures(cells):
         assert "NaN" not in svg(figure), figure.name
 
@@ -221,7 +229,7 @@ def test_what_nothing_beats_stands_out_and_what_failed_is_named() -> None:
             {"[]": 0.0, "[moe_act]": 0.001, "[mla_up_proj]": 0.003, "[mla_up_proj, mlp]": 0.004}, default=0.005
         )
     )
-    figure = charts.tradeoff(study_frames.tradeoff(decided))
+    figure = bought(study_frames.tradeoff(decided))
     standing = {row["candidate"]: (row["role"], row["unbeaten"]) for row in rows(figure)}
     assert standing["[]"] == ("control", True)
     assert standing["[moe_act]"] == ("try first", True)
@@ -238,7 +246,7 @@ def test_a_sweeps_choices_are_shown_a_setting_at_a_time_and_compete_in_it_alone(
         one.with_columns(pl.format("{} at {}", "candidate", pl.lit(name)).alias("candidate"), setting=pl.lit(name))
         for name in ("seq_length 4096", "seq_length 8192")
     )
-    figure = charts.tradeoff(study_frames.tradeoff(both))
+    figure = bought(study_frames.tradeoff(both))
     (chosen,) = [param for param in figure.spec["params"] if param["name"] == "tradeoff_setting"]
     assert chosen["bind"]["options"] == ["seq_length 4096", "seq_length 8192"]
     best = [row["candidate"] for row in rows(figure) if row["unbeaten"]]

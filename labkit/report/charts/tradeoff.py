@@ -6,21 +6,24 @@ import polars as pl
 from labkit.report.data import OUTCOMES, clean, display_labels, relabelled
 from labkit.report.encodings import SIDES, layered
 from labkit.report.figure import Figure
+from labkit.report.prose import Prose, note
 from labkit.workload.gpu import GIB
 
 _CHOSEN = "datum.setting === tradeoff_setting"
 _MOST_NAMED = 5
 
 
-def tradeoff(frame: pl.DataFrame) -> Figure:
+def tradeoff(frame: pl.DataFrame) -> Figure | Prose:
     """Every choice by what it saves and what its replay costs; those that nothing beats stand out and are joined.
+
+    Where no choice has both figures, a sentence says so.
 
     Args:
         frame: a study's `tradeoff` frame: candidate, setting, is_control, outcome, evidence, replay_source,
             saved_bytes, replay_seconds, rank, unbeaten (null where a figure is missing).
     """
     labels = display_labels(frame["candidate"])
-    evidence, clock = (frame[name][0] if len(frame) else "estimated" for name in ("evidence", "replay_source"))
+    evidence, clock = (frame[name][0] for name in ("evidence", "replay_source"))
     # The setting is chosen below the chart.
     suffix = pl.when(pl.col("setting") != "").then(pl.format(" at {}", "setting")).otherwise(pl.lit(""))
     named = relabelled(frame, labels).with_columns(pl.col("candidate").str.strip_suffix(suffix))
@@ -33,9 +36,11 @@ def tradeoff(frame: pl.DataFrame) -> Figure:
         (pl.col("unbeaten").cast(pl.Int64).cum_sum(reverse=True).over("setting") % 2).alias("tier"),
         (pl.col("replay_ms") > 0.6 * pl.col("replay_ms").max()).over("setting").alias("late"),
     )
+    if placed.is_empty():
+        return note((f"No choice has both figures yet.{_left_out(relabelled(frame, labels))}",))
     columns = ("candidate", "setting", "role", "saved_gib", "saved_bytes", "replay_ms", "unbeaten", "tier", "late")
     rows = clean(placed, columns)
-    settings = frame["setting"].unique(maintain_order=True).to_list() or [""]
+    settings = frame["setting"].unique(maintain_order=True).to_list()
     base = alt.Chart().transform_filter(_CHOSEN)
     x = alt.X(
         "replay_ms:Q",
