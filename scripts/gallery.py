@@ -19,20 +19,19 @@ LIMIT_BYTES = 150_000
 
 
 class Picture(NamedTuple):
-    """A part of a report: of its window from the top, or of one element with its caption."""
+    """A part of a report: an element, and what follows it up to a height."""
 
     name: str
     notebook: str
     parameters: dict[str, Any]
-    part: str | None = None
-    height: int = 780
+    part: str
+    height: int
 
 
 PICTURES = (
-    Picture("report", "recompute_study", {"study": str(STUDY), "run": False}),
-    Picture("timeline", "recompute_study", {"study": str(STUDY), "run": False}, "#timeline"),
-    Picture("estimate", "estimate", {}),
-    Picture("explorer", "explore", {}),
+    Picture("report", "recompute_study", {"study": str(STUDY), "run": False}, "#section-1", 760),
+    Picture("timeline", "recompute_study", {"study": str(STUDY), "run": False}, "#timeline .lk-chart", 512),
+    Picture("explorer", "explore", {}, "main > .lk-output", 620),
 )
 
 
@@ -60,7 +59,8 @@ def photograph(browser: Browser, report: Path, picture: Picture) -> None:
     page = browser.new_page(viewport={"width": 1080, "height": picture.height}, color_scheme="light")
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-charts=drawn]")
-    shown = page.locator(picture.part).screenshot() if picture.part else page.screenshot()
+    page.locator(picture.part).first.evaluate("part => part.scrollIntoView()")
+    shown = page.screenshot()
     page.close()
     if len(shown) > LIMIT_BYTES:
         raise ValueError(f"{picture.name}: {len(shown)} bytes, {LIMIT_BYTES} at most")
