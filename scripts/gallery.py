@@ -59,7 +59,7 @@ def photograph(browser: Browser, report: Path, picture: Picture) -> None:
     page = browser.new_page(viewport={"width": 1080, "height": picture.height}, color_scheme="light")
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-charts=drawn]")
-    page.locator(picture.part).first.evaluate("part => part.scrollIntoView()")
+    page.locator(picture.part).first.evaluate("part => part.scrollIntoView({ behavior: 'instant' })")
     shown = page.screenshot()
     page.close()
     if len(shown) > LIMIT_BYTES:
