@@ -119,7 +119,11 @@ def notebook_names(incomplete: str) -> list[tuple[str, str]]:
 
 def report_names(incomplete: str) -> list[tuple[str, str]]:
     """What there may be a report of."""
-    return [*_notebooks(incomplete), *_files(incomplete, ".yaml", ".yml", ".py")]
+    return [
+        *_notebooks(incomplete),
+        *_shipped("studies", incomplete),
+        *_files(incomplete, ".yaml", ".yml", ".py"),
+    ]
 
 
 def gpu_names(incomplete: str) -> list[str]:

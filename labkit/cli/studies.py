@@ -173,12 +173,15 @@ def report(
 
     In the default place, `figures/index.html` is then a page over all reports there.
     """
+    from labkit.workload.files import shipped
+
     if output is not None:
         check_output(output, source, parameters)
-    if source.suffix in (".yaml", ".yml"):
+    study = source if source.exists() else shipped("study").get(str(source), source)
+    if study.suffix in (".yaml", ".yml"):
         if parameters is not None:
             raise InputError(f"{source}: a study takes no parameters; give a notebook with them")
-        _report_study(source, output)
+        _report_study(study, output)
     else:
         _report_notebook(source, parameters, output)
 

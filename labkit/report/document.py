@@ -42,7 +42,8 @@ def write_report(source: Path, parameters: Mapping[str, Any], output: Path) -> P
         `output`.
 
     Raises:
-        InputError: the parameters are wrong, or `check_output` refuses the output; nothing is written.
+        InputError: the parameters are wrong, or `check_output` refuses the output; nothing is written. Or a cell says
+            that what it was given is wrong.
         WorkError: the notebook failed or the files cannot be written.
     """
     check_parameters(source, parameters)

@@ -22,7 +22,7 @@ from nbconvert.filters import strip_ansi
 from nbformat import NotebookNode
 
 from labkit.console import Terminal
-from labkit.errors import WorkError
+from labkit.errors import InputError, WorkError
 from labkit.files import temporary_folder, write_atomically
 from labkit.report.heading import RESULT_VARIABLE, Heading
 from labkit.report.kernel import kernel_environment
@@ -53,7 +53,8 @@ def execute(
             it.
 
     Raises:
-        WorkError: a cell failed, the kernel died, or the last cell was not reached; names the cell and the reason.
+        InputError: a cell says that what it was given is wrong.
+        WorkError: a cell failed otherwise, the kernel died, or the last cell was not reached; names the cell and why.
     """
     with temporary_folder("labkit-notebook-") as run:
         given, executed, values, result = (run / name for name in ("in.ipynb", "out.ipynb", "in.yaml", "result.json"))
@@ -77,6 +78,8 @@ def execute(
             notebook.metadata.papermill.pop(name, None)
         if problem is not None or heading is None:
             _keep(notebook, failed)
+            if (refusal := _refusal(notebook)) is not None:
+                raise InputError(f"{source.name}: {refusal}")
             raise WorkError(f"{source.name}: {problem}; the notebook as far as it came is {failed}")
         return Executed(notebook, heading)
 
@@ -130,6 +133,15 @@ def _read(path: Path) -> NotebookNode | None:
     except (OSError, ValueError, nbformat.reader.NotJSONError):
         return None
     return notebook
+
+
+def _refusal(notebook: NotebookNode) -> str | None:
+    """The sentence of a cell that ended in labkit's `InputError`."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.output_type == "error" and output.ename == InputError.__name__:
+                return _last_line(strip_ansi(output.evalue))
+    return None
 
 
 def _problem(notebook: NotebookNode, code: int) -> str | None:

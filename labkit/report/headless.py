@@ -19,7 +19,7 @@ import yaml
 from pydantic import JsonValue, ValidationError
 
 import labkit
-from labkit.errors import InputError, WorkError
+from labkit.errors import InputError, LabkitError, WorkError
 from labkit.files import claimed, read_regular, write_atomically
 from labkit.report.execute import execute
 from labkit.report.notebooks import check_parameters, find_notebook
@@ -178,7 +178,7 @@ class _Sweep:
             made = execute(self._source, values, failed, self._go_on)
         except _Stopped:
             raise
-        except WorkError as error:
+        except LabkitError as error:
             run = self._record(name, values, "failed", failed, str(error), time.monotonic() - began)
         else:
             write_atomically(executed, nbformat.writes(made.notebook))

@@ -33,7 +33,7 @@ def find_notebook(source: Path) -> Path:
     known = sorted(path.stem for path in notebook_folder().glob("*.py"))
     if str(source) in known:
         return notebook_source(str(source))
-    raise InputError(f"{source}: no such notebook{nearest(str(source)[:80], known)}")
+    raise InputError(f"{str(source)[:80]}: no such notebook{nearest(str(source)[:80], known)}")
 
 
 def check_parameters(source: Path, values: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -165,15 +165,19 @@ def study_file(path: Path) -> Path:
 _FOLDERS = {"workload": "workloads", "study": "studies"}
 
 
+def shipped(kind: Literal["workload", "study"]) -> dict[str, Path]:
+    """The workloads or studies that ship with labkit, by name."""
+    return {each.stem: each for each in (data_directory() / _FOLDERS[kind]).glob("*.yaml")}
+
+
 def _is_path(path: Path) -> bool:
     return path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(path)
 
 
-def _file_or_shipped(path: Path, kind: str) -> Path:
+def _file_or_shipped(path: Path, kind: Literal["workload", "study"]) -> Path:
     if _is_path(path):
         return path
-    shown, folder = str(path)[:80], _FOLDERS[kind]
-    known = {each.stem: each for each in (data_directory() / folder).glob("*.yaml")}
+    shown, folder, known = str(path)[:80], _FOLDERS[kind], shipped(kind)
     if str(path) in known:
         return known[str(path)]
     raise InputError(f"{shown}: there is no such file, and no such {kind} in data/{folder}{nearest(shown, known)}")
