@@ -21,6 +21,8 @@ _GENERATOR: Final = "labkit index"
 _HEAD_BYTES: Final = 2**19
 """A report says what it is in its first lines; more of a file is not read."""
 _LONGEST_VALUE: Final = 240
+_KEY_FACTS: Final = 8
+"""What was run comes first in a heading; the report has the rest."""
 
 
 def write_index(folder: Path) -> Path:
@@ -73,7 +75,7 @@ def _entry(path: Path, heading: Heading) -> dict[str, Any]:
         "made": _moment(heading.made_at),
         "facts": [
             {"name": visible(_short(fact.name)), "value": visible(_short(fact.value))}
-            for fact in heading.facts
+            for fact in heading.facts[:_KEY_FACTS]
             if fact.name != "Report made"
         ],
     }

@@ -152,3 +152,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert "vegaEmbed" in vega_bundle(blocked / "labkit")
+
+
+def test_no_character_of_a_page_moves_or_hides_others() -> None:
+    hostile = "\u202edlihc\u2066\x07\x1b"
+    cell = new_code_cell(
+        "x", outputs=[new_output("execute_result", data={"text/plain": hostile, "text/html": hostile})]
+    )
+    page = render(new_notebook(cells=[new_markdown_cell(hostile), cell]), Heading(title=hostile, description=hostile))
+    shown = re.sub(r"<(meta|script)\b.*?>", "", page)
+    assert not set("\u202e\u2066\x07\x1b") & set(shown.partition("lk-themes")[0])
+    assert shown.count(r"\u202edlihc\u2066\x07\x1b") >= 4

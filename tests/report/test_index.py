@@ -8,6 +8,7 @@ import pytest
 from nbformat.v4 import new_markdown_cell, new_notebook
 from playwright.sync_api import Browser
 
+from labkit.cli import main
 from labkit.errors import InputError
 from labkit.report.heading import Heading
 from labkit.report.html import render
@@ -71,6 +72,17 @@ def test_it_is_made_again_over_itself_and_over_nothing_else(folder: Path, tmp_pa
     assert (tmp_path / "index.html").read_text() == "<title>mine</title>"
     with pytest.raises(InputError, match="is no folder"):
         write_index(tmp_path / "nowhere")
+
+
+def test_the_command_says_where_it_is_and_refuses_in_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, code, said in ((folder, 0, f"{folder / 'index.html'}"), (tmp_path / "no", 2, "is no folder")):
+        with pytest.raises(SystemExit) as ended:
+            main(["index", str(place)])
+        assert ended.value.code == code
+        output = capsys.readouterr()
+        assert said in output.out + output.err
 
 
 def test_a_folder_without_reports_says_so(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ function sortable(table) {
 }
 
 function equip(box) {
-  const table = box.querySelector("table");
+  const tables = [...box.querySelectorAll("table")];
   const name = (box.querySelector("[id^=labkit-]")?.id ?? "labkit-table").replace("labkit-", "");
   const tools = document.createElement("div");
   tools.className = "lk-tools";
@@ -166,12 +166,13 @@ function equip(box) {
     said.textContent = done ? "Copied." : "This browser lets nothing be copied; take the CSV.";
     setTimeout(() => (said.textContent = ""), 4000);
   };
-  const lines = () => grid(table).map((line) => line.map(harmless));
+  const all = () => tables.flatMap((table, place) => [...(place ? [[]] : []), ...grid(table)]);
+  const lines = () => all().map((line) => line.map(harmless));
   tools.append(
     hint,
     said,
     button("Copy", "Copy this table for a spreadsheet", (made) => tell(made, lines().map((line) => line.join("\t")).join("\n"))),
-    button("CSV", "Save this table as CSV", () => saveText(`${name}.csv`, toCsv(grid(table)))),
+    button("CSV", "Save this table as CSV", () => saveText(`${name}.csv`, toCsv(all()))),
   );
   box.after(tools);
   const measure = () => {
@@ -181,7 +182,7 @@ function equip(box) {
   };
   box.addEventListener("scroll", measure, { passive: true });
   new ResizeObserver(measure).observe(box);
-  if (table.classList.contains("gt_table")) sortable(table);
+  for (const table of tables) if (table.classList.contains("gt_table")) sortable(table);
 }
 
 // The figures behind a chart as a table, made when it is opened: for readers who do not see the drawing.
