@@ -97,7 +97,7 @@ class Calibration:
 
     Attributes:
         figures: columns `FIGURES`.
-        made: of the kept figures, when and by which versions: collection, date, driver, versions, figures.
+        made: of the kept figures, when and by which versions: source, collection, versions, date, driver.
     """
 
     figures: pl.DataFrame
@@ -120,7 +120,9 @@ class Calibration:
             *_of_studies(),
         ]
         figures = pl.DataFrame([{**dict.fromkeys(FIGURES), **row} for row in rows], schema=FIGURES)
-        made = pl.concat([_made(H200, kept_cells), _made(JOB, kept_jobs)])
+        made = pl.concat(
+            [_made("traced", H200, kept_cells), _made("traced", JOB, kept_jobs), _made("estimated", JOB, kept_jobs)]
+        )
         return cls(with_errors(figures), made)
 
     @cached_property
@@ -215,9 +217,9 @@ class Calibration:
         counts = dict(cases.iter_rows())
         return {
             "Measured": "; ".join(f"{name}: {counts[name]}" for name in COLLECTIONS if name in counts),
-            "Estimated with": f"labkit {trace_versions()['labkit']}, H200 cells and studies now, CI jobs when traced",
+            "Estimated (cells, studies)": f"labkit {trace_versions()['labkit']}, now",
             **{
-                f"Traced ({row['collection']})": f"{row['versions']} on {row['date']}"
+                f"{row['source'].capitalize()} ({row['collection']})": f"{row['versions']} on {row['date']}"
                 for row in self.made.iter_rows(named=True)
             },
         }
@@ -383,14 +385,18 @@ def _members(figures: pl.DataFrame, column: str) -> pl.DataFrame:
     return members.filter(pl.col(column).is_not_null())
 
 
-def _made(collection: str, kept: pl.DataFrame) -> pl.DataFrame:
-    """When kept figures were made and by which versions: collection, date, driver, versions."""
+def _made(source: str, collection: str, kept: pl.DataFrame) -> pl.DataFrame:
+    """When kept figures were made and by which versions: source, collection, versions, date, driver."""
+    kept = kept.filter(pl.col(f"{source}_bytes").is_not_null())
     names = [name for name in kept.columns if name in ("labkit", "torch", "megatron-core", "transformer-engine")]
     versions = pl.concat_str([pl.format(f"{name} {{}}", pl.col(name)) for name in names], separator=", ")
-    chosen = kept.select(pl.lit(collection).alias("collection"), "date", driver="trace driver", versions=versions)
+    if source == "estimated":
+        versions = pl.format("labkit {}", "labkit")
+    names_of = (pl.lit(source).alias("source"), pl.lit(collection).alias("collection"))
+    chosen = kept.select(*names_of, "date", driver="trace driver", versions=versions)
     return (
         chosen.unique(maintain_order=True)
-        .group_by("collection", "versions", maintain_order=True)
+        .group_by("source", "collection", "versions", maintain_order=True)
         .agg(pl.col("date").max(), pl.col("driver").last())
     )
 
@@ -421,7 +427,8 @@ def _sentences(found: Calibration) -> Iterator[str]:
         "these files at hand: only cells of your own (parameter cells) are held out in the strict sense."
     )
     now = trace_versions()["trace driver"]
-    changed = [row["collection"] for row in found.made.iter_rows(named=True) if row["driver"] != now]
+    traces = found.made.filter(source="traced").iter_rows(named=True)
+    changed = list(dict.fromkeys(row["collection"] for row in traces if row["driver"] != now))
     if changed:
         yield f"Traces of the {' and '.join(changed)} were made by other code of labkit's than today's."
 
