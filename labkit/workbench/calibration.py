@@ -140,7 +140,7 @@ class Calibration:
                 members = _members(mine, column)
                 grouped = spread(members, "collection", column, "basis")
                 ordered = grouped.rename({column: "group"}).sort("group", "basis", descending=[False, True])
-                found.append(ordered.with_columns(facet=pl.lit(words)))
+                found.append(ordered.with_columns(facet=pl.lit(words + (", yours" if collection == OWN else ""))))
         return pl.concat(found)
 
     @cached_property

@@ -197,6 +197,15 @@ def test_the_document_says_the_same(found: list[Comparison]) -> None:
         assert f"| {low:+.1%}, {high:+.1%} |".replace("%", " %") in line
 
 
+def test_the_document_says_how_far_the_kept_traces_are(shown: Calibration) -> None:
+    text = (DEFAULT_CELLS.parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    traced = shown.large.filter(pl.col("traced_bytes").is_not_null(), collection=H200)
+    experts = traced["models"].str.starts_with("experts")
+    for name, rows in (("dense and hybrid", traced.filter(~experts)), ("mixture of experts", traced.filter(experts))):
+        errors = [rows[f"{source}_error"].abs().mean() for source in ("estimated", "traced")]
+        assert f"| {name} | {len(rows)} | {errors[0]:.2%} | {errors[1]:.2%} |".replace("%", " %") in text
+
+
 def test_cells_of_ones_own_are_held_out_and_come_first(shown: Calibration) -> None:
     own = shown.figures.filter(collection=OWN)
     assert own["case"].unique().to_list() == [HOSTILE]
