@@ -133,10 +133,21 @@ def test_ranks_are_shown_with_what_they_stand_for() -> None:
             "peak_reserved_bytes": [2**34, 2**33],
         }
     )
-    assert body(tables.ranks(frame)) == [
+    shown = tables.ranks(frame)
+    assert isinstance(shown, GT)
+    assert body(shown) == [
         ["[]", "traced", "0", "0", "519.2", "4.000", "8.000", "8.500", "16.000"],
         ["[]", "traced", "1-6", "8", "464.0", "2.000", "4.000", "–", "8.000"],
     ]
+
+
+def test_no_rank_is_a_sentence_and_nothing_known_is_no_column() -> None:
+    nobody = tables.ranks(pl.DataFrame(schema={"candidate": pl.String}))
+    assert isinstance(nobody, prose.Prose)
+    assert nobody.sentences == ("No rank is traced or measured yet.",)
+    published = tables.contract(frames.contract().filter(source="published")).as_raw_html()
+    assert "Versions" not in published
+    assert "2 of 17" in published
 
 
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b"])

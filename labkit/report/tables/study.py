@@ -11,6 +11,7 @@ import polars as pl
 from great_tables import GT, loc, style
 
 from labkit.report.data import OUTCOMES, display_labels, relabelled
+from labkit.report.prose import Prose, note
 from labkit.report.tables.look import NONE, number, signed, table
 from labkit.workload.gpu import GIB, MIB
 
@@ -28,6 +29,20 @@ _DECISION = {
     "verdict": "Verdict",
 }
 """Column heads of the decision table."""
+_CONTRACT = {
+    "source": "Source",
+    "candidates": "Recompute",
+    "outcome": "Outcome",
+    "origin": "Figures from",
+    "latest": "Latest, UTC",
+    "seconds": "Seconds, all cells",
+    "steady_iterations": "Steady steps",
+    "versions": "Versions",
+    "environment": "Environment",
+    "recorded": "Contract fields",
+    "lacking": "Without",
+}
+"""Column heads of the contract table."""
 _ACCURACY = {
     "candidate": "Recompute",
     "published_peak": "published",
@@ -205,13 +220,15 @@ def _runs(values: list[Any]) -> str:
     return "[" + ", ".join(f"{value} x {count}" if count > 1 else str(value) for value, count in counted) + "]"
 
 
-def ranks(frame: pl.DataFrame) -> GT:
+def ranks(frame: pl.DataFrame) -> GT | Prose:
     """The traced ranks of each choice: what they hold between steps and at their peaks.
 
     Args:
         frame: a study's `ranks` frame: candidate, source, stages, rank, parameters, between_steps_bytes,
             first_step_peak_bytes, steady_peak_bytes, peak_reserved_bytes.
     """
+    if frame.is_empty():
+        return note(("No rank is traced or measured yet.",))
     sizes = ["between_steps_bytes", "first_step_peak_bytes", "steady_peak_bytes", "peak_reserved_bytes"]
     shown = _labelled(frame).select(
         "candidate",
@@ -270,36 +287,24 @@ def contract(frame: pl.DataFrame) -> GT:
             pl.col("latest").str.slice(0, 16).str.replace("T", " "),
             pl.when(pl.col("seconds") > 0).then("seconds").alias("seconds"),
             pl.when(pl.col("steady_iterations") > 0).then("steady_iterations").alias("steady_iterations"),
-            pl.col("versions").replace("", NONE),
-            pl.col("environment").replace("", NONE),
+            pl.col("versions").replace("", None),
+            pl.col("environment").replace("", None),
             pl.format("{} of {}", "contract_recorded", "contract_fields").alias("recorded"),
             pl.col("contract_lacking").replace("", NONE).alias("lacking"),
         )
     )
+    grouped = _known(grouped, "latest", "seconds", "steady_iterations", "versions", "environment")
+    wide = [name for name in ("candidates", "origin", "versions", "environment") if name in grouped.columns]
     return (
         table(grouped, "contract")
-        .fmt(number(lambda seconds: f"{seconds:.1f}"), columns="seconds")
+        .fmt(number(lambda seconds: f"{seconds:.1f}"), columns=[name for name in grouped.columns if name == "seconds"])
         .sub_missing(missing_text=NONE)
-        .cols_label(
-            source="Source",
-            candidates="Recompute",
-            outcome="Outcome",
-            origin="Figures from",
-            latest="Latest, UTC",
-            seconds="Seconds, all cells",
-            steady_iterations="Steady steps",
-            versions="Versions",
-            environment="Environment",
-            recorded="Contract fields",
-            lacking="Without",
-        )
+        .cols_label({name: _CONTRACT[name] for name in grouped.columns})
         .cols_align("left", columns=[name for name in grouped.columns if name not in ("seconds", "steady_iterations")])
-        .cols_align("right", columns=["seconds", "steady_iterations"])
-        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "latest", "recorded"]))
-        .tab_style(
-            style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"),
-            loc.body(columns=["candidates", "origin", "versions", "environment", "lacking"]),
-        )
+        .cols_align("right", columns=[name for name in grouped.columns if name in ("seconds", "steady_iterations")])
+        .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "recorded"]))
+        .tab_style(style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"), loc.body(columns=wide))
+        .tab_style(style.css("min-width: 26em; white-space: normal"), loc.body(columns="lacking"))
     )
 
 
