@@ -8,6 +8,7 @@ scripts of the report by their hashes, so nothing else in the file can run.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ def render(notebook: NotebookNode, heading: Heading) -> str:
     contents: list[tuple[str, str]] = []
     markdown = MarkdownWithMath(renderer=_Markdown(contents))
     blocks = [trusted(visible(block)) for cell in notebook.cells for block in _cell(cell, markdown, contents)]
+    blocks = _styled_once(blocks)
     script, bundle = asset("report.js"), vega_bundle()
     return page(
         "report.html.j2",
@@ -50,6 +52,23 @@ def render(notebook: NotebookNode, heading: Heading) -> str:
         script=trusted(script),
         script_hashes=trusted(f"{_hash(bundle)} {_hash(script)}"),
     )
+
+
+_TABLE_STYLE = re.compile(r"<style>\n(#labkit-[\w-]+) .*?</style>", re.DOTALL)
+_ANY_TABLE = ':is(#labkit-table, [id^="labkit-"])'
+"""All of labkit's tables, with the weight of one's identifier."""
+
+
+def _styled_once(blocks: list[Markup]) -> list[Markup]:
+    """Great Tables writes its whole look (9 kB) into every table: here once for all that are alike."""
+    looks: dict[str, None] = {}
+
+    def kept(found: re.Match[str]) -> str:
+        looks[found[0].replace(found[1], _ANY_TABLE)] = None
+        return ""
+
+    bare = [trusted(_TABLE_STYLE.sub(kept, block)) for block in blocks]
+    return [trusted(style) for style in looks] + bare
 
 
 class _Markdown(IPythonRenderer):  # type: ignore[misc]

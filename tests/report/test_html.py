@@ -163,3 +163,10 @@ def test_no_character_of_a_page_moves_or_hides_others() -> None:
     shown = re.sub(r"<(meta|script)\b.*?>", "", page)
     assert not set("\u202e\u2066\x07\x1b") & set(shown.partition("lk-themes")[0])
     assert shown.count(r"\u202edlihc\u2066\x07\x1b") >= 4
+
+
+def test_the_look_of_tables_is_written_once() -> None:
+    (look,) = re.findall(r"<style>\n(:is\(#labkit-table.*?)</style>", PAGE, flags=re.DOTALL)
+    assert ".gt_table {" in look
+    assert len(re.findall(r'<div id="labkit-', PAGE)) > 1, "of several tables"
+    assert "#labkit-decision " not in PAGE
