@@ -3,7 +3,8 @@
 Goes through the steps as `labkit.memory.outline` does, with a vector over `labkit.summary.CATEGORIES` for every size:
 a peak then says what it is made of, and each repetition of a stretch of layers is a moment. Tens of milliseconds where
 the ledger takes a second. Sizes are allocator blocks of fresh segments (`labkit.memory.outline.block`); in tensors it
-agrees with the rows to the byte (`tests/memory/test_course.py`).
+sums to the rows' bytes (`tests/memory/test_course.py`), though at a pipeline's ends and in a caller's loss a tensor may
+stand in another category than its row.
 """
 
 from collections.abc import Callable, Iterable, Sequence

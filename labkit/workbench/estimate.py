@@ -47,6 +47,7 @@ class Anatomy:
         if stage is not None and stage >= workload.parallelism.pp:
             raise InputError(f"stage {stage}: the pipeline has stages 0 to {workload.parallelism.pp - 1}")
         self.workload = workload
+        self._stage = stage
         self.estimate = estimate(workload, stage)
         self._gpus = gpus or (workload.training.gpu,)
         self._estimates = {workload.recompute: self.estimate}
@@ -112,8 +113,8 @@ class Anatomy:
         )
         summary = self.estimate.summary
         return (
-            f"Most is held by {said}. {gib(summary.between_steps_bytes)} stay between steps (parameters, gradients, "
-            f"optimizer, libraries), and a step's forward keeps {gib(summary.retained_bytes)} for its backward."
+            f"Most is held by {said}. In tensors {gib(summary.between_steps_bytes)} stay between steps (parameters, "
+            f"gradients, optimizer, libraries), and a step's forward keeps {gib(summary.retained_bytes)} for its backward."
         )
 
     @property
@@ -331,7 +332,7 @@ class Anatomy:
 
     @property
     def best_choices(self) -> pl.DataFrame:
-        """Of them the workload's own, the first to try, every layer, and those undercut in neither peak nor cost."""
+        """Of them the workload's own, the first to try, every layer, and the front (`labkit.plan.ranking`)."""
         front = pl.col("on_front") & (pl.col("on_front").cum_sum() <= _SHOWN_CHOICES)
         every = pl.col("label") == EVERY_LAYER.label
         return self.choices.filter(pl.col("is_control") | pl.col("is_first") | front | every)
@@ -356,10 +357,10 @@ class Anatomy:
         return [(each.label, self._estimated(each)) for each in choices]
 
     def _estimated(self, choice: Recompute) -> Estimate:
-        """The same rank under another choice."""
+        """The fullest rank under another choice, or that of the stage that was asked for."""
         if choice not in self._estimates:
             changed = self.workload.model_copy(update={"recompute": choice})
-            self._estimates[choice] = Estimate(changed, self.estimate.stage)
+            self._estimates[choice] = estimate(changed, self._stage)
         return self._estimates[choice]
 
     @property

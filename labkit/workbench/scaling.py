@@ -272,7 +272,8 @@ class Scaling:
                 rows = self._found("as it is", choice.name)
                 said = " and ".join(_reach(row) for row in rows)
                 replay = rows[0]["replay_share"]
-                cost = f", for {replay:.1%} of a step run again" if replay else ", with nothing run again"
+                length = self.workload.batch.seq_length
+                cost = f", for {replay:.1%} of a step run again at {length:,}" if replay else ", with nothing run again"
                 yield f"Under {choice.recompute.label} it {said}{cost}."
 
     @property
@@ -311,8 +312,9 @@ class Scaling:
         if not stopped:
             return ""
         return (
-            f"Right at {stopped} of the {found.height} lengths found the blocks fit with their margin, but the caching "
-            "allocator, which holds whole segments, would run out through fragments: stay below, as it needs room too."
+            "These are lengths whose blocks fit with their margin, for which expandable segments have room. Without "
+            f"them the caching allocator, which holds whole segments, runs out at {stopped} of the {found.height} "
+            "lengths found, and may at many shorter ones: its fragments follow no rule."
         )
 
 

@@ -165,8 +165,8 @@ def stages(frame: pl.DataFrame) -> GT:
             peak_allocated_bytes="Peak, GiB",
             margin_bytes="Margin, GiB",
             peak_phase="Peak in",
-            between_steps_bytes="Between steps, GiB",
-            retained_bytes="Retained, GiB",
+            between_steps_bytes="Between steps (tensors), GiB",
+            retained_bytes="Retained (tensors), GiB",
         )
         .cols_align("left", columns=["stages", "ranks", "layers", "kinds", "peak_phase"])
         .cols_align("right", columns=["parameters", "under_way", *sizes])
