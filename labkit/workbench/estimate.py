@@ -114,7 +114,7 @@ class Anatomy:
         summary = self.estimate.summary
         return (
             f"Most is held by {said}. In tensors {gib(summary.between_steps_bytes)} stay between steps (parameters, "
-            f"gradients, optimizer, libraries), and a step's forward keeps {gib(summary.retained_bytes)} for its backward."
+            f"gradients, optimizer, libraries), and forward keeps {gib(summary.retained_bytes)} for backward."
         )
 
     @property
