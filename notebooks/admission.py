@@ -11,7 +11,7 @@
 #
 # Requests of many lengths, a memory budget, and who decides which of them run together: a rule of thumb that counts
 # tokens, the estimate with what the template keeps (the floor), or the estimate under full recompute. What each admits,
-# splits and refuses, what that needs of the budget, and where the rule admits what would not fit. 1 GiB is $2^{30}$
+# splits and refuses, what that needs of the budget, and where the rule admits what would not fit. 1 GiB is 2³⁰
 # bytes; everything is estimated.
 
 # %% tags=["parameters"]

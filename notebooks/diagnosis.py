@@ -11,7 +11,7 @@
 #
 # Logs, out-of-memory messages, memory snapshots and launch arguments of one run: what happened, the line that shows it,
 # where the memory was, and what to try next. Figures that the files say are called recorded, those of labkit's formulas
-# estimated. 1 GiB is $2^{30}$ bytes.
+# estimated. 1 GiB is 2³⁰ bytes.
 
 # %% tags=["parameters"]
 files = ["data/examples/moonlight-oom.log"]

@@ -11,7 +11,7 @@
 #
 # The peak of the fullest rank of a training job, by formula alone: in which phase it comes, what holds it (by
 # category, by part of the model, tensor by tensor), whether it fits a GPU with the safety margin, how sure that is, and
-# what each recompute choice would change. No GPU and no torch are needed. 1 GiB is $2^{30}$ bytes.
+# what each recompute choice would change. No GPU and no torch are needed. 1 GiB is 2³⁰ bytes.
 
 # %% tags=["parameters"]
 workload = "moonlight-16b"

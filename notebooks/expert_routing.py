@@ -11,7 +11,7 @@
 #
 # A router sends more rows to some experts than to others, and the rank that has them holds more memory. This says how
 # much: for balanced rows, for the allowance that labkit sets aside where nobody measured, for histograms that somebody
-# did, and at worst; at every expert-parallel size of these ranks. 1 GiB is $2^{30}$ bytes.
+# did, and at worst; at every expert-parallel size of these ranks. 1 GiB is 2³⁰ bytes.
 
 # %% tags=["parameters"]
 workload = "moonlight-16b"

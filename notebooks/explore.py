@@ -10,7 +10,7 @@
 # # Explore
 #
 # Pick a model, a layout, lengths, recompute and training, and see at once what the fullest rank holds, when, and
-# where it fits. Every figure is an estimate, in GiB of $2^{30}$ bytes, until it is confirmed with a trace of the real
+# where it fits. Every figure is an estimate, in GiB of 2³⁰ bytes, until it is confirmed with a trace of the real
 # Megatron Core code. In a report stands what the explorer was opened on.
 
 # %% tags=["parameters"]

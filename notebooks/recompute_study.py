@@ -12,7 +12,7 @@
 # One control and candidates that should differ from it in one choice (where one differs in several, its verdict says
 # so), in a sweep once for every setting: what each holds by closed-form estimate, by a trace of the real Megatron
 # Core code without a GPU, measured on GPUs where that was done, and by publication; and which one to try first. Peaks
-# are of one rank, that of the pipeline stage that holds most. 1 GiB is $2^{30}$ bytes.
+# are of one rank, that of the pipeline stage that holds most. 1 GiB is 2³⁰ bytes.
 
 # %% tags=["parameters"]
 study = "data/studies/moonlight-16b.yaml"

@@ -11,7 +11,7 @@
 #
 # One workload, a size of it changed at a time: the peak by sequence length, layers, parallel sizes and micro-batch
 # under several recompute choices, the longest sequence that fits each GPU in each layout, and what holds the memory
-# there. All figures are estimated; no GPU is needed. 1 GiB is $2^{30}$ bytes.
+# there. All figures are estimated; no GPU is needed. 1 GiB is 2³⁰ bytes.
 
 # %% tags=["parameters"]
 workload = "moonlight-16b"

@@ -144,7 +144,8 @@ def _run(arguments: list[str]) -> int:
     line = os.environ.get(completion.LINE)
     try:
         if line is not None:
-            typer.echo("\n".join(completion.answer(get_group(app), line)))
+            for answer in completion.answer(get_group(app), line):  # not even a line where there is none
+                typer.echo(answer)
             return 0
         code = app(arguments, prog_name="labkit", standalone_mode=False)
         sys.stdout.flush()

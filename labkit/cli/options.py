@@ -18,9 +18,9 @@ def named(text: str) -> str:
     return text
 
 
-def path_of(text: str) -> Path:
-    """A path, which is not empty."""
-    return Path(named(text))
+def path_of(text: str | Path) -> Path:
+    """A path, which is not empty; an option's default is one already."""
+    return Path(named(str(text)))
 
 
 def source_of(text: str) -> str:

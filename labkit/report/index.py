@@ -102,13 +102,13 @@ class _Head(HTMLParser):
 
     @classmethod
     def of(cls, path: Path) -> "_Head":
-        """Of a file; of one that cannot be read, none."""
+        """Of a file; of one that cannot be read, those before that place."""
         head = cls()
         try:
             if path.is_file():  # no pipe is waited for
                 with path.open("rb") as file:
                     head.feed(file.read(_HEAD_BYTES).decode("utf-8", errors="replace"))
-        except OSError:
+        except (OSError, AssertionError):  # html.parser asserts that marked sections are of a kind it knows
             pass
         return head
 

@@ -18,9 +18,12 @@ from labkit.workload.workload import Workload, first_problem
 
 def input_path(stated: str) -> Path:
     """A file that a notebook reads, wherever it runs: from the working directory, or else from labkit's checkout."""
-    path = Path(stated).expanduser()
-    shipped = data_directory().parent / path
-    return shipped if not path.exists() and shipped.is_file() else path
+    try:
+        path = Path(stated).expanduser()
+        shipped = data_directory().parent / path
+        return shipped if not path.exists() and shipped.is_file() else path
+    except (OSError, RuntimeError, ValueError):  # too long, of a user who is not there, with a null character
+        raise InputError(f"{stated[:80]!r} can be no file's name") from None
 
 
 def _existing(stated: str) -> str:
@@ -146,7 +149,7 @@ class Admission(Parameters):
     """A JSON file of requests, as `labkit admit` takes it; None: examples."""
     budget: str | None = None
     """What a rank may allocate (`80GB`, `74.5GiB`, a GPU's name); None: the workload's GPU."""
-    rule_tokens: PositiveInt | None = None
+    rule_tokens: Annotated[int, Field(gt=0, le=2**40)] | None = None
     """Tokens that the rule of thumb allows a micro-batch; None: what the workload's own batch suggests."""
     count: Annotated[int, Field(gt=0, le=2048)] = 43
     """Of the examples."""

@@ -71,9 +71,11 @@ def _from_mapping(path: Path) -> Any:
 
 
 def _from_csv(path: Path) -> list[list[int]]:
-    lines = [
-        line for line in csv.reader(io.StringIO(text_of(lambda: read_regular(path, _LARGEST_FILE), str(path)))) if line
-    ]
+    text = text_of(lambda: read_regular(path, _LARGEST_FILE), str(path), encoding="utf-8-sig")  # as Excel writes it
+    try:
+        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    except csv.Error as error:
+        raise InputError(f"{path}: cannot be read as CSV ({error})") from None
     head = [each.strip() for each in lines[0]] if lines else []
     named = head == ["layer", "expert", "rows"]
     numbers = [_integers(line, f"{path}: line {at}") for at, line in enumerate(lines, 1) if not (named and at == 1)]

@@ -453,8 +453,8 @@ class ExpertRouting:
             f"Of the peak with the allowance {gib(assumed)} are rows that rest on the allowance, which nobody measured "
             "(the ledger tags them so); the rest follows from sizes. Balanced, concentrated and worst are exact for "
             "what they assume.",
-            f"{gib(floor)} are held whatever the router does and whatever is recomputed: the fullest of the phases "
-            "without activations.",
+            f"About {gib(floor)} (within 1 or 2 %) are held whatever the router does and whatever is recomputed: the "
+            "fullest of the phases without activations.",
         ]
 
     def _exactly(self, case: Workload, plan: Plan) -> Priced:

@@ -49,7 +49,7 @@ class Packed(Part):
 class Batch(Part):
     """Sizes of the batch."""
 
-    seq_length: PositiveInt
+    seq_length: int = Field(gt=0, le=2**32)
     """Rows of a packed batch where there is one: its tokens, padded to a multiple of the tensor-parallel ranks."""
     micro_batch_size: PositiveInt = 1
     global_batch_size: PositiveInt

@@ -159,3 +159,9 @@ def test_another_shell_is_one_sentence(labkit: Callable, monkeypatch: pytest.Mon
 
 def test_bash_accepts_its_script() -> None:
     subprocess.run(["bash", "-n"], input=completion.script("bash"), text=True, check=True)
+
+
+def test_where_there_is_no_answer_the_shell_is_left_to_complete_files(folder: Path) -> None:
+    environment = {**os.environ, "_LABKIT_COMPLETE_LINE": "labkit diagnose RE"}
+    run = subprocess.run([sys.executable, "-m", "labkit"], env=environment, capture_output=True, check=True)
+    assert run.stdout == b""

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (folder / "new.html").read_bytes()
     (folder / "half.html").write_bytes(whole[:250])
     (folder / "empty.html").write_bytes(b"")
+    (folder / "marked.html").write_text("<!doctype html><![foo[")
     (folder / "binary.html").write_bytes(bytes(range(256)) * 100)
     (folder / "other.html").write_text("<title>Somebody's page</title>")
     (folder / "liar.html").write_text('<meta name="labkit-report" content=\'{"title": 3}\'>')
@@ -83,6 +84,16 @@ def test_the_command_says_where_it_is_and_refuses_in_one_sentence(
         assert ended.value.code == code
         output = capsys.readouterr()
         assert said in output.out + output.err
+
+
+def test_without_a_folder_it_is_of_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "figures").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["index"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, "figures/index.html\n")
 
 
 def test_a_folder_without_reports_says_so(tmp_path: Path) -> None:

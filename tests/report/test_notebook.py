@@ -65,6 +65,8 @@ def test_its_study_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ({"study": "nowhere.yaml"}, "recompute_study parameters: study: there is no such file (got 'nowhere.yaml')"),
         ({}, "'study' is missing"),
+        ({"study": "~no-such-user/x"}, "can be no file's name"),
+        ({"study": "x" * 10_000}, "can be no file's name"),
         ({"study": "x", "worker": 2}, "unknown key 'worker'; did you mean 'workers'?"),
         ({"study": "data/studies/moonlight-16b.yaml", "workers": 0}, "workers: input should be greater than 0 (got 0)"),
         (
