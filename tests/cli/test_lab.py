@@ -118,7 +118,7 @@ def test_it_serves_the_folder_with_labkits_settings_and_kernel(lab: Lab) -> None
             return json.load(answer)
 
     assert sorted(path.name for path in (lab.folder / "notebooks").iterdir()) == SHIPPED
-    assert [each["name"] for each in served("api/contents/notebooks")["content"]] == SHIPPED
+    assert sorted(each["name"] for each in served("api/contents/notebooks")["content"]) == SHIPPED
     assert served("api/kernelspecs")["kernelspecs"]["python3"]["spec"]["argv"][0] == sys.executable
     documents = served("lab/api/settings/@jupyterlab/docmanager-extension:plugin")["schema"]["properties"]
     assert documents["defaultViewers"]["default"] == {"python": "Jupytext Notebook"}
