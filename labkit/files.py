@@ -27,6 +27,15 @@ def shipped_directory(name: str) -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
+def shipped(kind: str) -> dict[str, Path]:
+    """What of a kind ships with labkit, by name in order: `notebooks`, or a folder of `data` (`models`...)."""
+    if kind == "notebooks":
+        found = shipped_directory(kind).glob("*.py")
+    else:
+        found = (shipped_directory("data") / kind).glob("*.yaml")
+    return {path.stem: path for path in sorted(found)}
+
+
 def read_regular(path: Path, maximum_bytes: int) -> bytes:
     """The content of a regular file; a pipe, a device or a folder is never waited for or read.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from labkit.errors import InputError
-from labkit.files import shipped_directory, write_atomically
+from labkit.files import shipped, write_atomically
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
@@ -114,13 +114,13 @@ def model_names(incomplete: str) -> list[tuple[str, str]]:
 
 def notebook_names(incomplete: str) -> list[tuple[str, str]]:
     """Shipped notebooks, and files."""
-    return [*_notebooks(incomplete), *_files(incomplete, ".py")]
+    return [*_shipped("notebooks", incomplete), *_files(incomplete, ".py")]
 
 
 def report_names(incomplete: str) -> list[tuple[str, str]]:
     """What there may be a report of."""
     return [
-        *_notebooks(incomplete),
+        *_shipped("notebooks", incomplete),
         *_shipped("studies", incomplete),
         *_files(incomplete, ".yaml", ".yml", ".py"),
     ]
@@ -148,13 +148,7 @@ def candidate_labels(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _shipped(kind: str, incomplete: str) -> Iterator[tuple[str, str]]:
-    names = sorted(path.stem for path in (shipped_directory("data") / kind).glob("*.yaml"))
-    return ((name, _SHIPPED) for name in names if name.startswith(incomplete))
-
-
-def _notebooks(incomplete: str) -> Iterator[tuple[str, str]]:
-    names = sorted(path.stem for path in shipped_directory("notebooks").glob("*.py"))
-    return ((name, _SHIPPED) for name in names if name.startswith(incomplete))
+    return ((name, _SHIPPED) for name in shipped(kind) if name.startswith(incomplete))
 
 
 def _files(incomplete: str, *endings: str) -> list[tuple[str, str]]:

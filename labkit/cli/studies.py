@@ -173,11 +173,11 @@ def report(
 
     In the default place, `figures/index.html` is then a page over all reports there.
     """
-    from labkit.workload.files import shipped
+    from labkit.files import shipped
 
     if output is not None:
         check_output(output, source, parameters)
-    study = source if source.exists() else shipped("study").get(str(source), source)
+    study = source if source.exists() else shipped("studies").get(str(source), source)
     if study.suffix in (".yaml", ".yml"):
         if parameters is not None:
             raise InputError(f"{source}: a study takes no parameters; give a notebook with them")

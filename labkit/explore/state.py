@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from labkit.check import Found
 from labkit.errors import InputError, nearest
+from labkit.files import shipped
 from labkit.starters.workload import starting_workload
 from labkit.workload import RECOMPUTE_MODULES, Workload
 from labkit.workload.files import data_directory
@@ -117,8 +118,7 @@ class Starts:
 
     def __init__(self, given: Workload | None = None) -> None:
         self._given = given
-        folder = data_directory()
-        self._names = {kind: _names(folder / kind) for kind in ("workloads", "models")}
+        self._names = {kind: list(shipped(kind)) for kind in ("workloads", "models")}
 
     @property
     def default(self) -> str:
@@ -149,10 +149,6 @@ class Starts:
         if name not in self._names.get(kind, ()):
             raise InputError(f"explorer: no start {shown(key)}")
         return _shipped(kind, name)
-
-
-def _names(folder: Any) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 @cache

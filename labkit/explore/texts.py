@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from labkit.files import shipped
 from labkit.workload import Model, Workload
 from labkit.workload.files import data_directory, model_mapping
 
@@ -32,5 +33,4 @@ def _mapping(workload: Workload) -> dict[str, Any]:
 
 @cache
 def _shipped() -> dict[str, Model]:
-    names = [path.stem for path in (data_directory() / "models").glob("*.yaml")]
-    return {name: Model.model_validate(model_mapping(name, "explorer", data_directory())) for name in names}
+    return {name: Model.model_validate(model_mapping(name, "explorer", data_directory())) for name in shipped("models")}

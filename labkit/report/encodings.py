@@ -1,6 +1,6 @@
 """What a study's charts share: rows, axes, scales and legends, so that they read and merge alike."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import altair as alt
@@ -139,6 +139,18 @@ def category_colour_scale(present: list[str]) -> alt.Color:
 def literal(value: object) -> str:
     """A Vega expression literal of labkit's own names (never of a user's text)."""
     return repr(value)
+
+
+def menu(name: str, options: Sequence[str], said: str) -> alt.Parameter:
+    """Which of the options a chart shows, the first to begin with; a menu where there are several.
+
+    Args:
+        name: the parameter's, in Vega's expressions.
+        options: what there is to choose from.
+        said: the word beside the menu.
+    """
+    bound = alt.binding_select(options=list(options), name=f"{said} ") if len(options) > 1 else alt.Undefined
+    return alt.param(name=name, value=next(iter(options), None), bind=bound)
 
 
 def unit_of(largest_bytes: int) -> tuple[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import InputError, nearest
-from labkit.files import shipped_directory
+from labkit.files import shipped, shipped_directory
 from labkit.report.execute import convert
 from labkit.report.parameters import MODELS
 from labkit.workload.workload import content_hash
@@ -30,9 +30,9 @@ def find_notebook(source: Path) -> Path:
     """
     if source.is_file():
         return source
-    known = sorted(path.stem for path in notebook_folder().glob("*.py"))
+    known = shipped("notebooks")
     if str(source) in known:
-        return notebook_source(str(source))
+        return known[str(source)]
     raise InputError(f"{str(source)[:80]}: no such notebook{nearest(str(source)[:80], known)}")
 
 

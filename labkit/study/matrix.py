@@ -19,11 +19,12 @@ from pydantic import Field, PositiveInt, ValidationError
 from labkit.drivers.contract import Measurement
 from labkit.drivers.recorded import Published, read_recorded, same_work
 from labkit.errors import InputError, nearest
+from labkit.files import shipped
 from labkit.study.decision import Limit
 from labkit.study.slurm import Slurm
 from labkit.workload import Workload
 from labkit.workload.base import Many, Part
-from labkit.workload.files import data_directory, load_mapping
+from labkit.workload.files import load_mapping
 from labkit.workload.gpu import GPUS
 from labkit.workload.workload import first_problem
 
@@ -366,7 +367,7 @@ def _find(reference: str, study: Path, kind: str) -> Path:
     """The file a study refers to by name (in `data/KIND`) or by path (from the study's folder)."""
     if "/" in reference or reference.endswith((".yaml", ".yml")):
         return study.parent / reference
-    known = {path.stem: path for path in (data_directory() / kind).glob("*.yaml")}
+    known = shipped(kind)
     if reference not in known:
         raise InputError(f"{study}: nothing called {reference!r} in data/{kind}{nearest(reference, known)}")
     return known[reference]

@@ -14,6 +14,7 @@ from labkit.diagnose.diagnose import Examined
 from labkit.diagnose.facts import Evidence, OutOfMemory
 from labkit.diagnose.snapshot_compare import SnapshotComparison
 from labkit.diagnose.snapshot_page import DevicePage, SnapshotPage
+from labkit.study.frames import BREAKDOWN
 
 FINDINGS: Final = pl.Schema({"finding": pl.String, "part": pl.String, "text": pl.String})
 """One row for each thing said about a finding: what happened, the line that shows it, how to confirm, what to try."""
@@ -48,8 +49,6 @@ BESIDE: Final = pl.Schema(
         "place": pl.String,
     }
 )
-HOLDINGS: Final = pl.Schema({"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64})
-"""As `labkit.study.frames.BREAKDOWN`: what the estimate has at its peak."""
 MOMENTS: Final = pl.Schema(
     {
         "device": pl.String,
@@ -195,7 +194,7 @@ def beside(examined: Examined) -> pl.DataFrame:
 
 
 def holdings(examined: Examined) -> pl.DataFrame:
-    """What the estimate of the fullest stage has at its peak, columns `HOLDINGS`; empty without a workload."""
+    """What the estimate has at its peak, columns `labkit.study.frames.BREAKDOWN`; empty without a workload."""
     estimate = examined.case.estimate
     rows = (
         []
@@ -205,7 +204,7 @@ def holdings(examined: Examined) -> pl.DataFrame:
             for share in estimate.summary.breakdown
         ]
     )
-    return pl.DataFrame(rows, schema=HOLDINGS, orient="row")
+    return pl.DataFrame(rows, schema=BREAKDOWN, orient="row")
 
 
 def moments(examined: Examined) -> pl.DataFrame:

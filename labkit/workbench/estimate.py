@@ -16,7 +16,7 @@ from labkit.memory.units import chunks
 from labkit.memory.weights import elements, weights
 from labkit.plan import Advice, Budget, advise
 from labkit.plan.price import EVERY_LAYER
-from labkit.study.frames import timelines
+from labkit.study.frames import BREAKDOWN, timelines
 from labkit.summary import spans
 from labkit.workbench.parts import held_by_part, layer_counts
 from labkit.workload import Recompute, Workload
@@ -404,10 +404,9 @@ def _breakdown(held: Iterable[tuple[str, Estimate]]) -> pl.DataFrame:
         summary = result.summary
         rows += [(label, "estimated", share.category, share.bytes) for share in summary.breakdown]
         rows.append((label, "estimated", _MARGIN, summary.margin_bytes))
-    return pl.DataFrame(rows, schema=_BREAKDOWN, orient="row")
+    return pl.DataFrame(rows, schema=BREAKDOWN, orient="row")
 
 
-_BREAKDOWN = {"candidate": pl.String, "source": pl.String, "category": pl.String, "bytes": pl.Int64}
 _FITS = {
     "gpu": pl.String,
     "memory_bytes": pl.Int64,

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from labkit.errors import InputError, nearest
-from labkit.files import read_regular, shipped_directory
+from labkit.files import read_regular, shipped, shipped_directory
 
 _MAXIMUM_BYTES = 2**20
 """Many times what a routing histogram for every layer takes."""
@@ -150,7 +150,7 @@ def workload_file(path: Path) -> Path:
     shown = str(path)[:80]
     if not _is_path(path) and (data_directory() / "models" / f"{shown}.yaml").is_file():
         raise InputError(f"{shown}: this is a model; `labkit new workload {shown}` writes a workload of it")
-    return _file_or_shipped(path, "workload")
+    return _file_or_shipped(path, "workload", "workloads")
 
 
 def study_file(path: Path) -> Path:
@@ -159,25 +159,17 @@ def study_file(path: Path) -> Path:
     Raises:
         InputError: a name that is neither.
     """
-    return _file_or_shipped(path, "study")
-
-
-_FOLDERS = {"workload": "workloads", "study": "studies"}
-
-
-def shipped(kind: Literal["workload", "study"]) -> dict[str, Path]:
-    """The workloads or studies that ship with labkit, by name."""
-    return {each.stem: each for each in (data_directory() / _FOLDERS[kind]).glob("*.yaml")}
+    return _file_or_shipped(path, "study", "studies")
 
 
 def _is_path(path: Path) -> bool:
     return path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(path)
 
 
-def _file_or_shipped(path: Path, kind: Literal["workload", "study"]) -> Path:
+def _file_or_shipped(path: Path, kind: str, folder: str) -> Path:
     if _is_path(path):
         return path
-    shown, folder, known = str(path)[:80], _FOLDERS[kind], shipped(kind)
+    shown, known = str(path)[:80], shipped(folder)
     if str(path) in known:
         return known[str(path)]
     raise InputError(f"{shown}: there is no such file, and no such {kind} in data/{folder}{nearest(shown, known)}")
@@ -216,7 +208,7 @@ def model_mapping(name: str, source: str, folder: Path) -> dict[str, Any]:
     if name.endswith((".yaml", ".yml")):
         path = folder / name
         return {"name": path.stem, **load_mapping(path)}
-    known = {path.stem: path for path in (data_directory() / "models").glob("*.yaml")}
+    known = shipped("models")
     if name not in known:
         shown = name[:80]
         raise InputError(

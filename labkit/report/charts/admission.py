@@ -4,7 +4,7 @@ import altair as alt
 import polars as pl
 
 from labkit.report.data import clean
-from labkit.report.encodings import guides, layered, named_colour, named_shape, room_for
+from labkit.report.encodings import guides, layered, menu, named_colour, named_shape, room_for
 from labkit.report.figure import Figure
 from labkit.report.theme import FITTING
 from labkit.workload.gpu import GIB
@@ -81,8 +81,7 @@ def boundary(frame: pl.DataFrame) -> Figure:
     rows = clean(frame, columns).with_columns((pl.col("needed_bytes") / GIB).round(2).alias("needed_gib"))
     policies = rows["policy"].unique(maintain_order=True).to_list()
     sharings = rows["sharing"].unique(maintain_order=True).to_list()
-    bound = alt.binding_select(options=sharings, name="Sequences ") if len(sharings) > 1 else alt.Undefined
-    chosen = alt.param(name="boundary_sharing", value=sharings[0] if sharings else None, bind=bound)
+    chosen = menu("boundary_sharing", sharings, "Sequences")
     tooltip = [
         alt.Tooltip("policy:N", title="policy"),
         alt.Tooltip("length:Q", title="tokens of each sequence", format=","),

@@ -1,7 +1,5 @@
 """The charts of expert routing, from the frames of `labkit.workbench.routing`; bytes become GiB (2**30) here."""
 
-from typing import Any
-
 import altair as alt
 import polars as pl
 
@@ -10,6 +8,7 @@ from labkit.report.encodings import (
     SIDES,
     guides,
     layered,
+    menu,
     named_colour,
     named_offset,
     named_shape,
@@ -107,7 +106,7 @@ def loads(frame: pl.DataFrame) -> Figure:
     top = max(2.0, float(rows["most"].max() or 0) * 1.05)  # type: ignore[arg-type]
     y_scale = alt.Scale(domain=[0, top], nice=False)
     y = alt.Y("mean:Q", title="rows over the even share", scale=y_scale)
-    chosen = _chosen("loads_histogram", names)
+    chosen = menu("loads_histogram", names, "Histogram")
     bands = (
         alt.Chart(rows_data(ranks.filter(pl.col("rank") % 2 == 1)))
         .mark_rect(style="band")
@@ -189,7 +188,7 @@ def strip(frame: pl.DataFrame) -> Figure:
         "Rows of each expert-parallel rank in each MoE layer over the even share: blue is fewer, orange is more. The "
         "rank that holds most is priced with its own rows in every layer.",
         layered([cells, numbers], rows, "Load of each rank, layer by layer", layers * _STRIP_ROW).add_params(
-            _chosen("strip_histogram", names)
+            menu("strip_histogram", names, "Histogram")
         ),
     )
 
@@ -271,12 +270,6 @@ def options(frame: pl.DataFrame) -> Figure:
         "What each choice changes of the estimated peak, in GiB, against the workload as it is, rows lying alike.",
         layered([stems, ends, *values], rows, "What recompute and capacities change", height),
     )
-
-
-def _chosen(name: str, names: list[str]) -> Any:
-    """Which histogram is shown; a menu where there are several."""
-    bound = alt.binding_select(options=names, name="Histogram ") if len(names) > 1 else alt.Undefined
-    return alt.param(name=name, value=names[0], bind=bound)
 
 
 def _labelled(frame: pl.DataFrame, name: str, *columns: str) -> tuple[pl.DataFrame, list[str]]:

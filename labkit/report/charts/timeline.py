@@ -6,7 +6,7 @@ import altair as alt
 import polars as pl
 
 from labkit.report.data import display_labels, relabelled
-from labkit.report.encodings import SIDES, category_colour_scale, layered, literal, rows_data
+from labkit.report.encodings import SIDES, category_colour_scale, layered, literal, menu, rows_data
 from labkit.report.figure import Figure
 from labkit.report.theme import STACK, category_colour, category_number, text_on
 from labkit.workload.gpu import GIB, MIB
@@ -53,9 +53,7 @@ def timeline(moments: pl.DataFrame, peaks: pl.DataFrame) -> Figure:
     )
     top = max([1.0, *(nbytes / GIB * 1.12 for nbytes in peaks["bytes"].to_list())])
 
-    options = list(labels.values())
-    select = alt.binding_select(options=options, name="Recompute ") if len(options) > 1 else alt.Undefined
-    chosen = alt.param(name="timeline_candidate", value=next(iter(options), None), bind=select)
+    chosen = menu("timeline_candidate", list(labels.values()), "Recompute")
     highlighted = alt.selection_point(name="timeline_category", fields=["category"], bind="legend")
     columns = ["position", "phase", *(f"{_key(name)}_mib" for name in present)]
     layers = [

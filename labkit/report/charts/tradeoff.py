@@ -4,7 +4,7 @@ import altair as alt
 import polars as pl
 
 from labkit.report.data import OUTCOMES, clean, display_labels, relabelled
-from labkit.report.encodings import SIDES, layered
+from labkit.report.encodings import SIDES, layered, menu
 from labkit.report.figure import Figure
 from labkit.report.prose import Prose, note
 from labkit.workload.gpu import GIB
@@ -63,11 +63,7 @@ def tradeoff(frame: pl.DataFrame) -> Figure | Prose:
     line = base.transform_filter("datum.unbeaten").mark_line(
         style="guide", interpolate="step-after", strokeDash=[4, 3], strokeWidth=1.2
     )
-    chosen = alt.param(
-        name="tradeoff_setting",
-        value=settings[0],
-        bind=alt.binding_select(options=settings, name="Setting ") if len(settings) > 1 else alt.Undefined,
-    )
+    chosen = menu("tradeoff_setting", settings, "Setting")
     layers = [
         line.encode(x=x, y=y, order=alt.Order("replay_ms:Q")),
         beaten.encode(x=x, y=y, tooltip=tooltip),

@@ -4,10 +4,10 @@ import polars as pl
 from great_tables import GT, loc, style
 
 from labkit.report.prose import Prose, note
-from labkit.report.tables.look import NONE, number, signed, table
+from labkit.report.tables.look import NONE, number, signed, table, wrapped
 from labkit.workload.gpu import GIB, MIB
 
-_WRAPPED = "white-space: normal; overflow-wrap: anywhere; min-width: 11em"
+_WRAPPED = wrapped(11)
 
 
 def findings(frame: pl.DataFrame) -> GT:
@@ -24,7 +24,7 @@ def findings(frame: pl.DataFrame) -> GT:
         .cols_align("left", columns=["part", "text"])
         .tab_options(column_labels_hidden=True)
         .tab_style(style.css("white-space: nowrap; vertical-align: top"), loc.body(columns="part"))
-        .tab_style(style.css(_WRAPPED), loc.body(columns="text"))
+        .tab_style(_WRAPPED, loc.body(columns="text"))
         .tab_style(style.text(weight="600"), loc.row_groups())
     )
 
@@ -54,7 +54,7 @@ def ranks(frame: pl.DataFrame) -> GT | Prose:
         )
         .cols_align("right", columns=["rank", "iteration", *sizes])
         .cols_align("left", columns="place")
-        .tab_style(style.css(_WRAPPED), loc.body(columns="place"))
+        .tab_style(_WRAPPED, loc.body(columns="place"))
     )
 
 
@@ -87,7 +87,7 @@ def beside(frame: pl.DataFrame) -> GT | Prose:
         )
         .cols_align("right", columns=["stage", "rank", *sizes])
         .cols_align("left", columns=["moment", "verdict", "place"])
-        .tab_style(style.css(_WRAPPED), loc.body(columns="place"))
+        .tab_style(_WRAPPED, loc.body(columns="place"))
     )
 
 
@@ -112,7 +112,7 @@ def live(frame: pl.DataFrame) -> GT | Prose:
         )
         .cols_align("left", columns=["site", "caller", "phase"])
         .cols_align("right", columns=["bytes", "count"])
-        .tab_style(style.css(_WRAPPED), loc.body(columns=["site", "caller"]))
+        .tab_style(_WRAPPED, loc.body(columns=["site", "caller"]))
     )
 
 
@@ -149,5 +149,5 @@ def compared(frame: pl.DataFrame) -> GT | Prose:
         )
         .cols_align("left", columns=["site", "caller", "state"])
         .cols_align("right", columns=[*sizes, "change_bytes"])
-        .tab_style(style.css(_WRAPPED), loc.body(columns=["site", "caller"]))
+        .tab_style(_WRAPPED, loc.body(columns=["site", "caller"]))
     )

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import polars as pl
 from great_tables import GT, loc, style
 
-from labkit.report.tables.look import NONE, number, signed, table
+from labkit.report.tables.look import NONE, number, signed, table, wrapped
 from labkit.workload.gpu import GIB
 
 _SHOWN_TENSORS = 25
-_CODE = style.css("overflow-wrap: anywhere; white-space: normal; min-width: 9em")
+_CODE = wrapped(9)
 
 
 def fits(frame: pl.DataFrame) -> GT:

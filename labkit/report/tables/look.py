@@ -5,10 +5,10 @@ spreadsheet arrives as numbers. Column heads say where a figure comes from.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import polars as pl
-from great_tables import GT
+from great_tables import GT, style
 
 from labkit.report.theme import FONT, PALETTES
 
@@ -25,6 +25,11 @@ def signed(value: float, decimals: int) -> str:
     """The value with its sign, unless it rounds to zero."""
     rounded = round(value, decimals)
     return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
+
+
+def wrapped(ems: int) -> Any:
+    """Of cells whose text may break anywhere, in a column of at least so many ems."""
+    return style.css(f"min-width: {ems}em; white-space: normal; overflow-wrap: anywhere")
 
 
 def table(frame: pl.DataFrame, name: str, groupname_col: str | None = None) -> GT:

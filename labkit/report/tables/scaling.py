@@ -5,7 +5,7 @@ from itertools import chain
 import polars as pl
 from great_tables import GT, loc, style
 
-from labkit.report.tables.look import NONE, number, table
+from labkit.report.tables.look import NONE, number, table, wrapped
 from labkit.workload.gpu import GIB, MIB
 
 
@@ -86,8 +86,6 @@ def refused(frame: pl.DataFrame) -> GT:
     return (
         table(frame, "refused")
         .cols_label(setting="Setting", choices="Under", reason="Refused because")
-        .tab_style(
-            style.css("min-width: 10em; white-space: normal; overflow-wrap: anywhere"), loc.body(columns="reason")
-        )
+        .tab_style(wrapped(10), loc.body(columns="reason"))
         .tab_style(style.css("white-space: nowrap"), loc.body(columns="setting"))
     )

@@ -12,7 +12,7 @@ from great_tables import GT, loc, style
 
 from labkit.report.data import OUTCOMES, display_labels, relabelled
 from labkit.report.prose import Prose, note
-from labkit.report.tables.look import NONE, number, signed, table
+from labkit.report.tables.look import NONE, number, signed, table, wrapped
 from labkit.workload.gpu import GIB, MIB
 
 _PEAKS = ("estimated", "traced", "measured", "recorded", "published")
@@ -303,7 +303,7 @@ def contract(frame: pl.DataFrame) -> GT:
         .cols_align("left", columns=[name for name in grouped.columns if name not in ("seconds", "steady_iterations")])
         .cols_align("right", columns=[name for name in grouped.columns if name in ("seconds", "steady_iterations")])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "recorded"]))
-        .tab_style(style.css("min-width: 11em; white-space: normal; overflow-wrap: anywhere"), loc.body(columns=wide))
+        .tab_style(wrapped(11), loc.body(columns=wide))
         .tab_style(style.css("min-width: 26em; white-space: normal"), loc.body(columns="lacking"))
     )
 
