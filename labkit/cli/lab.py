@@ -2,9 +2,10 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -59,6 +60,18 @@ def lab(
         from jupyterlab.labapp import LabApp
 
         LabApp.launch_instance(server_arguments(folder, home / _FIRST, options))
+    _end()
+
+
+def _end() -> NoReturn:
+    """End this process, whose server has stopped and cleaned up.
+
+    Jupyter stops its event loop with tasks in it, and AnyIO's worker threads, which read files for it, wait for such a
+    task's end: an interpreter that waits for its threads would never end.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _folder(words: Sequence[str]) -> Path:

@@ -105,9 +105,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pytest.fail("jupyter lab ended before it served")
     yield Lab(folder, found[0])
     process.send_signal(signal.SIGTERM)
-    process.stderr.read()
-    process.stderr.close()
-    process.wait(timeout=60)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
     assert not list(temporary.glob("labkit-lab-*")), "it leaves nothing behind"
 
 
