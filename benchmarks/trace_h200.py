@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running import Parser, at_least_one, traced_each
-from labkit.calibration.accuracy import MANY_ROWS, increments
+from labkit.calibration.accuracy import MANY_ROWS, Levels, increments
 from labkit.calibration.cells import DEFAULT_CELLS, Cell, read
 from labkit.calibration.kept import CELLS, KEPT_CELLS, keep
 from labkit.console import Terminal, printable
@@ -62,7 +62,7 @@ def both_sides(cell: Cell, server: TraceServer) -> list[Traced] | Untraced:
     except Unfinished as error:
         return Untraced(cell.case, str(error))
     estimated = estimate(cell.workload)
-    ours, theirs = increments(cell, estimated), increments(cell, trace)
+    ours, theirs = (increments(cell, Levels.of(each)) for each in (estimated, trace))
     return [
         Traced(
             cell.case,

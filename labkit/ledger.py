@@ -8,7 +8,9 @@ the largest sum of the rows alive at one moment. Phases are stretches of the clo
 block that holds it (`torch.cuda.memory_allocated` counts blocks: a remainder of up to 1 MiB is not split off).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -39,6 +41,21 @@ UNIT = 512
 def rounded(nbytes: int) -> int:
     """`nbytes` as the allocator hands them out."""
     return -(-nbytes // UNIT) * UNIT
+
+
+_RARELY = 70_000
+"""Objects between collections: a hundred times Python's own number."""
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Garbage is collected a hundredth as often: what is recorded is small objects that stay, looked at in vain."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, _RARELY) if first else 0, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
 
 
 class Row(NamedTuple):

@@ -6,14 +6,13 @@ case: a cell becomes a workload by its columns alone.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from labkit.calibration.cells import CHOSEN_FROM, DEFAULT_CELLS, PHASES, Cell, read
-from labkit.ledger import Ledger
-from labkit.memory.estimate import estimate
+from labkit.memory.estimate import BlockPeaks, fullest_stage
 from labkit.memory.margin import margin_bytes, tuning_bytes
 from labkit.summary import Result
 from labkit.workload import Routing, Workload
@@ -52,11 +51,11 @@ class Comparison:
 
 def compared(cell: Cell) -> list[Comparison]:
     """A cell's measured phases beside what is estimated of them."""
-    estimated = increments(cell, estimate(cell.workload))
+    estimated = increments(cell, _levels(cell.workload))
     worst = estimated
     if cell.workload.model.mixture_of_experts is not None:
         routed = cell.workload.model_copy(update={"routing": Routing(kind="worst")})
-        worst = increments(cell, estimate(routed))
+        worst = increments(cell, _levels(routed))
     return [
         Comparison(
             case=cell.case,
@@ -88,34 +87,49 @@ class Increment(NamedTuple):
     """With the margin, and in a process's first backward the tuning allowance."""
 
 
-def increments(cell: Cell, result: Result) -> dict[str, Increment]:
-    """What each phase takes.
+class Levels(NamedTuple):
+    """Block bytes by iteration and phase."""
 
-    `result` is the estimate or a trace. A cold cell is its first step, a warm one its second. What a MoE process holds
+    before: Mapping[tuple[int, str], int]
+    """Alive when a phase begins."""
+    peaks: Mapping[tuple[int, str], int]
+
+    @classmethod
+    def of(cls, result: Result) -> Self:
+        """Those of an estimate or a trace."""
+        peaks = {(peak.iteration, peak.phase): peak.bytes for peak in result.ledger.phase_peaks()}
+        before = {key: result.ledger.at(result.ledger.start(*key) - 1).total(blocks=True) for key in peaks}
+        return cls(before, peaks)
+
+
+def _levels(workload: Workload) -> Levels:
+    """The estimate's, for which no rows are needed."""
+    found = BlockPeaks(workload, fullest_stage(workload))
+    return Levels(found.before, {(each.iteration, each.phase): each.bytes for each in found.phases})
+
+
+def increments(cell: Cell, levels: Levels) -> dict[str, Increment]:
+    """What each phase takes, of an estimate's levels or of a trace's.
+
+    A cold cell is its first step, a warm one its second. What a MoE process holds
     from an earlier cell (the dispatchers' attributes) forward frees as it goes: it counts against the cell as far as it
     was measured.
     """
     iteration = 1 if cell.cold else 2
-    ledger = result.ledger
-    peaks = {(peak.iteration, peak.phase): peak.bytes for peak in ledger.phase_peaks()}
-    baseline = _level(ledger, iteration, "forward")
+    before, peaks = levels
+    baseline = before[iteration, "forward"]
     if not cell.cold and cell.held_bytes is not None and cell.workload.model.mixture_of_experts is not None:
-        baseline = _level(ledger, 1, "forward") + cell.held_bytes
+        baseline = before[1, "forward"] + cell.held_bytes
     forward, backward = (peaks[iteration, phase] - baseline for phase in ("forward", "backward"))
-    repeat = peaks[2, "forward"] - _level(ledger, 2, "forward")
+    repeat = peaks[2, "forward"] - before[2, "forward"]
     tuned = backward + (tuning_bytes(cell.workload) if cell.cold else 0)
-    levels = {
-        "retained": (_level(ledger, iteration, "backward") - baseline,) * 2,
+    taken = {
+        "retained": (before[iteration, "backward"] - baseline,) * 2,
         "forward": (forward, forward),
         "repeat_forward": (repeat, repeat),
         "forward_backward": (max(forward, backward), max(forward, tuned)),
     }
-    return {phase: Increment(raw, most + margin_bytes(cell.workload, most)) for phase, (raw, most) in levels.items()}
-
-
-def _level(ledger: Ledger, iteration: int, phase: str) -> int:
-    """Block bytes alive when a phase begins."""
-    return ledger.at(ledger.start(iteration, phase) - 1).total(blocks=True)
+    return {phase: Increment(raw, most + margin_bytes(cell.workload, most)) for phase, (raw, most) in taken.items()}
 
 
 def old_heuristic(workload: Workload) -> int:

@@ -6,13 +6,13 @@ Bytes stay integers, with categories in the order of every chart's stack; what i
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from labkit.ledger import rarely_collected
 from labkit.memory.course import Course, course
 from labkit.memory.estimate import estimate, stage_peaks
 from labkit.memory.margin import margin_over
 from labkit.memory.outline import outline
 from labkit.memory.replay import replay
 from labkit.memory.units import chunks
-from labkit.plan.advice import rarely_collected
 from labkit.report.heading import workload_facts
 from labkit.report.theme import FONT, MONOSPACE, PALETTES, STACK, VERDICTS, category_colour, category_number, text_on
 from labkit.summary import CATEGORIES, Summary

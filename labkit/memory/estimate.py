@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from labkit.allocator import Simulated, simulate, simulate_training, simulate_unlimited
-from labkit.ledger import Ledger, Peak
+from labkit.ledger import Ledger, Peak, rarely_collected
 from labkit.memory.book import Book
 from labkit.memory.margin import before, margin_over, margin_rows
 from labkit.memory.outline import Outline, PhaseLevel, outline
@@ -42,6 +42,7 @@ class Estimate(Result):
         """Its peak by formula alone."""
         return self.peak_allocated_bytes
 
+    @rarely_collected()
     def _play(self) -> Written:
         book = _book(self.workload, self.stage)
         simulated = simulate_training(book.events, book.streams, self.workload.training)
@@ -125,6 +126,7 @@ _NEAR = 50
 class BlockPeaks:
     """What the estimate of a stage's first rank has as its peaks, in allocator blocks; no rows, half the cost."""
 
+    @rarely_collected()
     def __init__(self, workload: Workload, stage: int) -> None:
         self._book = book = _book(workload, stage)
         self._training = workload.training
@@ -142,8 +144,11 @@ class BlockPeaks:
             key = moment.iteration, moment.phase
             self._peaks[key] = max(self._peaks.get(key, (0, 0)), (levels[clock], clock), key=lambda peak: peak[0])
         self.phases = [PhaseLevel(*key, nbytes) for key, (nbytes, _) in self._peaks.items()]
-        first = next(moment.clock for moment in book.moments if (moment.iteration, moment.phase) == (1, "forward"))
-        self.before_bytes = levels[first - 1]
+        self.before: dict[tuple[int, str], int] = {}
+        """Alive when a phase of an iteration first begins, by both."""
+        for moment in book.moments:
+            self.before.setdefault((moment.iteration, moment.phase), levels[moment.clock - 1])
+        self.before_bytes = self.before[1, "forward"]
         """Alive before the first step."""
 
     def fragmentation(self, device_bytes: int) -> str:

@@ -1,10 +1,8 @@
 """Which recompute choice to try first for a workload, and why: all that can run, priced and ranked."""
 
-import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
-from labkit.ledger import MATERIAL
+from labkit.ledger import MATERIAL, rarely_collected
 from labkit.memory.outline import tensor
 from labkit.plan.advised import Advice, IdleLabel, LabelPrice, Option, Saving
 from labkit.plan.budget import Budget
@@ -18,17 +16,6 @@ from labkit.workload.recompute import RECOMPUTE_MODULES
 
 _SHOWN_TENSORS = 4
 _NO_LABELS = Recompute(recompute_granularity="selective", recompute_modules=())
-
-
-@contextmanager
-def rarely_collected() -> Iterator[None]:
-    """Garbage is collected a hundredth as often: what is recorded is small objects that stay, looked at in vain."""
-    before = gc.get_threshold()
-    gc.set_threshold(100 * before[0], *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @rarely_collected()

@@ -19,6 +19,8 @@ from labkit.calibration.jobs import DEFAULT_JOBS, Row, read_rows
 from labkit.calibration.kept import CELLS, JOBS, KEPT_CELLS, KEPT_JOBS, read_kept
 from labkit.calibration.known import Known
 from labkit.drivers.trace.versions import trace_versions
+from labkit.memory.estimate import BlockPeaks
+from labkit.memory.margin import margin_over
 from labkit.study import Study
 from labkit.workload.files import data_directory
 
@@ -326,18 +328,20 @@ def _of_studies() -> Iterator[dict[str, Any]]:
             published = None if found.published is None else found.published.peak_allocated_bytes
             if not published:
                 continue  # it ran out of memory
-            estimated, layout = found.estimate.summary, found.candidate.workload.parallelism
+            workload, layout = found.candidate.workload, found.candidate.workload.parallelism
+            estimated = BlockPeaks(workload, found.estimate.stage)
             yield {
                 "collection": STUDY,
                 "case": f"{name} {found.candidate.label}",
                 "basis": CALIBRATED,
                 "models": name,
                 "phase": "peak",
-                "machine": found.candidate.workload.training.gpu,
+                "machine": workload.training.gpu,
                 "counted": True,
                 "measured_bytes": published,
-                "estimated_bytes": estimated.peak_allocated_bytes,
-                "covering_bytes": estimated.peak_allocated_bytes + estimated.margin_bytes,
+                "estimated_bytes": estimated.peak.bytes,
+                "covering_bytes": estimated.peak.bytes
+                + margin_over(workload, estimated.phases, estimated.before_bytes),
                 "traced_bytes": None if found.traced is None else found.traced.peak_allocated_bytes,
                 "trace": "not traced" if found.traced is None else "ok",
                 "why": f"labkit study run data/studies/{name}.yaml traces them" if found.traced is None else None,
