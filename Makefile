@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults differential admission grid accuracy cells jobs lab docs lint bench snapshots lock clean
+.PHONY: help env report test faults pages differential admission grid accuracy cells jobs lab docs lint bench snapshots lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -23,12 +23,15 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 unexport PYTHONDONTWRITEBYTECODE
 
 # One file's tests stay in one process: they share what their fixtures built. Files with slow tests come first (tests/conftest.py).
-test: env  ## Run all tests but most of the grid and the long loops of faults (PYTEST_ARGS="-k name" for some)
+test: env  ## Run all tests but most of the grid, the long loops of faults and the traces of documents (PYTEST_ARGS="-k name" for some)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-	    -m "not grid and not faults" --durations 25 $(PYTEST_ARGS)
+	    -m "not grid and not faults and not pages" --durations 25 $(PYTEST_ARGS)
 
 faults: env  ## Kill runners, workers and ranks at 50 random moments each, damage results at every byte (half an hour)
 	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+
+pages: env  ## Run the commands of tutorial and how-to pages, those that trace too, against what they show
+	@$(BIN)/python -m pytest -m pages $(PYTEST_ARGS)
 
 differential: env  ## Hold labkit's rules against Megatron Core's own validator, on 20,000 random workloads (DIFFERENTIAL_ARGS="--seed 2")
 	@$(BIN)/python -m benchmarks.differential $(DIFFERENTIAL_ARGS)

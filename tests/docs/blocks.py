@@ -6,6 +6,7 @@
 - in a `console` block every line that begins with `$ ` is a command (it goes on where a line ends in a backslash), and
   the lines below are what a terminal of 96 columns shows; a line `...` stands for any lines;
 - a `python` block sees the names of those before it, and a `text` block behind it is what it prints;
+- a `console` block with a command that traces takes half a minute, and `make pages` alone runs it;
 - a `sh` block needs what a test has not (a cluster, a browser) and is looked at, not run: see `words`.
 """
 
@@ -18,7 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 from labkit.cli import main
@@ -29,6 +30,8 @@ PAGES = (DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md")), DOCS / "m
 
 TERMINAL = {"TERM": "dumb", "COLUMNS": "96", "LINES": "50", "TTY_COMPATIBLE": "1", "MPLBACKEND": "agg"}
 """A terminal without colours, as rich understands it."""
+
+_TRACES: Final = "$ labkit trace "
 
 _BLOCK = re.compile(
     r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$', re.DOTALL | re.MULTILINE
@@ -53,8 +56,11 @@ def blocks(text: str) -> Iterator[Block]:
         yield Block(match["language"], match["title"], match["body"], match.start("body"))
 
 
-def run(text: str) -> Iterator[tuple[Block, str]]:
-    """Each block that shows what something prints, and what it prints; in the current folder."""
+def run(text: str, *, traces: bool = True) -> Iterator[tuple[Block, str]]:
+    """Each block that shows what something prints, and what it prints; in the current folder.
+
+    Blocks that trace are left out without `traces`.
+    """
     names: dict[str, Any] = {}
     printed: str | None = None
     for block in blocks(text):
@@ -62,6 +68,8 @@ def run(text: str) -> Iterator[tuple[Block, str]]:
         if block.title:
             Path(block.title).write_text(block.body)
         elif block.language == "console":
+            if not traces and _TRACES in block.body:
+                continue
             yield block, "".join(f"$ {command}\n{_said(command)}" for command in _COMMAND.findall(block.body))
         elif block.language == "python":
             printed = _output(lambda block=block: exec(block.body, names))  # noqa: S102

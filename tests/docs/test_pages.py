@@ -15,9 +15,12 @@ DOCUMENTS = (*sorted(DOCS.rglob("*.md")), *(ROOT / f"{name}.md" for name in ("RE
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_shows_what_its_code_prints(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("traces", [False, pytest.param(True, marks=pytest.mark.pages)])
+def test_a_page_shows_what_its_code_prints(
+    page: Path, traces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for block, printed in run(page.read_text()):
+    for block, printed in run(page.read_text(), traces=traces):
         if not agrees(block.body, printed):
             assert block.body == printed, f"{page.name}: `python -m tests.docs.blocks` writes what it prints"
 

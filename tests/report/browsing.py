@@ -45,6 +45,12 @@ class Opened:
         self.page.emulate_media(color_scheme=scheme)
         self.page.wait_for_selector(f"html[data-charts=drawn][data-mode={scheme}]")
 
+    def resize(self, width: int) -> None:
+        """Give the window another width, and have every chart drawn anew for it: the reader's scheme changes too."""
+        self.width = width
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.turn("light" if self.page.locator("html").get_attribute("data-mode") == "dark" else "dark")
+
     def overflow(self) -> int:
         """Pixels by which the page is wider than its window."""
         wider: int = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -89,14 +89,9 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def phone(browser: Browser, report: Report) -> Iterator[Opened]:
+def opened(browser: Browser, report: Report) -> Iterator[Opened]:
+    """On a phone at first; from `test_every_chart_is_drawn_and_nothing_is_too_wide` on, on a desk."""
     with Opened(browser, report.path, 390, "dark") as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def desk(browser: Browser, report: Report) -> Iterator[Opened]:
-    with Opened(browser, report.path, 1440, "light") as opened:
         yield opened
 
 
@@ -110,37 +105,44 @@ def test_it_is_one_small_file_with_its_facts(report: Report) -> None:
     assert page.count('class="lk-figure"') + page.count("<table") > 0
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_every_chart_is_drawn_and_nothing_is_too_wide(phone: Opened, desk: Opened, scheme: Mode) -> None:
-    for opened in (phone, desk):
-        opened.turn(scheme)
-        assert opened.overflow() == 0
-        for chart in opened.page.locator(".lk-chart").all():
-            svg = chart.locator("svg.marks")
-            box = svg.bounding_box()
-            assert box is not None
-            assert 200 < box["width"] <= opened.width
-            assert svg.evaluate("svg => getComputedStyle(svg).backgroundColor") == _rgb(PALETTES[scheme].surface)
-            assert chart.locator("svg.marks .role-mark :is(path, text, line)").count() > 0, "a chart without a mark"
+def test_every_chart_is_drawn_and_nothing_is_too_wide(opened: Opened) -> None:
+    _is_drawn(opened, "dark")
+    opened.turn("light")
+    _is_drawn(opened, "light")
+    opened.resize(1440)
+    _is_drawn(opened, "dark")
+    opened.turn("light")
+    _is_drawn(opened, "light")
 
 
-def test_pointing_at_a_chart_tells_its_figures(desk: Opened) -> None:
-    charts = desk.page.locator(".lk-chart svg.marks").all()
-    assert not charts or any(_tells(desk, chart) for chart in charts)
+def _is_drawn(opened: Opened, scheme: Mode) -> None:
+    assert opened.overflow() == 0
+    for chart in opened.page.locator(".lk-chart").all():
+        svg = chart.locator("svg.marks")
+        box = svg.bounding_box()
+        assert box is not None
+        assert 200 < box["width"] <= opened.width
+        assert svg.evaluate("svg => getComputedStyle(svg).backgroundColor") == _rgb(PALETTES[scheme].surface)
+        assert chart.locator("svg.marks .role-mark :is(path, text, line)").count() > 0, "a chart without a mark"
 
 
-def test_legends_single_out_what_is_clicked(desk: Opened) -> None:
-    for figure in desk.page.locator(".lk-figure").all():
+def test_pointing_at_a_chart_tells_its_figures(opened: Opened) -> None:
+    charts = opened.page.locator(".lk-chart svg.marks").all()
+    assert not charts or any(_tells(opened, chart) for chart in charts)
+
+
+def test_legends_single_out_what_is_clicked(opened: Opened) -> None:
+    for figure in opened.page.locator(".lk-figure").all():
         if '"bind":"legend"' not in (figure.locator("script").text_content() or ""):
             continue
         svg = figure.locator("svg.marks")
         before = svg.inner_html()
         svg.locator(".role-legend-entry text").first.click()
-        desk.page.wait_for_function("([svg, before]) => svg.innerHTML !== before", arg=[svg.element_handle(), before])
+        opened.page.wait_for_function("([svg, before]) => svg.innerHTML !== before", arg=[svg.element_handle(), before])
 
 
-def test_the_keyboard_reaches_every_table_and_chart(desk: Opened) -> None:
-    reached = desk.page.evaluate(
+def test_the_keyboard_reaches_every_table_and_chart(opened: Opened) -> None:
+    reached = opened.page.evaluate(
         """() => [...document.querySelectorAll("main :is(table, .lk-figure)")].map((each) => {
             const box = each.closest("[tabindex='0']") ?? each.querySelector("button");
             box?.focus();

@@ -8,14 +8,23 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from labkit.calibration.accuracy import MANY_ROWS, Comparison, compared, old_heuristic, shipped, summary
+from labkit.calibration.accuracy import (
+    MANY_ROWS,
+    Comparison,
+    Levels,
+    compared,
+    increments,
+    old_heuristic,
+    shipped,
+    summary,
+)
 from labkit.calibration.cells import CHOSEN_FROM, DEFAULT_CELLS, PHASES, Cell, read
 from labkit.calibration.jobs import DEFAULT_JOBS, read_rows
 from labkit.calibration.kept import CELLS as KEPT_COLUMNS
 from labkit.calibration.kept import KEPT_CELLS, keep, read_kept
 from labkit.calibration.known import Known
 from labkit.errors import InputError
-from labkit.memory.estimate import estimate
+from labkit.memory.estimate import BlockPeaks, estimate, fullest_stage
 from labkit.report.parameters import Calibration as Parameters
 from labkit.workbench import calibration
 from labkit.workbench.calibration import CALIBRATED, H200, HELD_OUT, JOB, OWN, Calibration
@@ -106,9 +115,18 @@ FRESH = [cell for cell in CELLS if cell.cold and cell.baseline_bytes is not None
 def test_weights_are_those_of_a_fresh_process(cell: Cell) -> None:
     """It holds 1 to 4 % more, which the cells do not itemise."""
     assert cell.baseline_bytes is not None
-    ledger = estimate(cell.workload).ledger
-    weights = ledger.at(ledger.start(1, "forward") - 1).total(blocks=True)
+    weights = BlockPeaks(cell.workload, fullest_stage(cell.workload)).before_bytes
     assert 0.95 * cell.baseline_bytes <= weights <= cell.baseline_bytes
+
+
+@pytest.mark.parametrize("case", ["h200-01", "h200-22"])
+def test_levels_are_those_of_the_rows(case: str) -> None:
+    cell = next(cell for cell in CELLS if cell.case == case)
+    written = increments(cell, Levels.of(estimate(cell.workload)))
+    (phases,) = (phases for found, phases in shipped() if found.case == case)
+    assert {each.phase: each.estimate_raw_bytes for each in phases} == {
+        phase: written[phase].raw for phase in cell.measured_bytes
+    }
 
 
 def test_old_heuristic_gives_the_figure_that_was_admitted() -> None:
