@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.ledger import MATERIAL, Lifetime, rounded
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 from labkit.memory.meter import Change, Meter
 from labkit.memory.outline import TOKEN_COUNT, Levels, StateChanges, StateKey, block, changes_of
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CACHE, CLOSE, DONE, HOLD, INPUT, KEEP, ONCE, OPEN, READ, Script, Steps
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
-from labkit.memory.tape import DTYPE_BYTES, Shape
+from labkit.memory.tape import DTYPE_BYTES
 from labkit.memory.units import Chunk, Unit, chunks, loss_chunk
 from labkit.memory.weights import Act, Alike, Block, Tensors
 from labkit.summary import CATEGORIES, category
@@ -272,19 +272,9 @@ class _Tally(Book):
         act(self)
         return Change(self._peak - before, self._level - before)
 
-    def open(
-        self,
-        tensor: str,  # noqa: ARG002
-        shape: Shape,  # noqa: ARG002
-        dtype: str,  # noqa: ARG002
-        nbytes: int,
-        *,
-        kind: str,
-        lifetime: Lifetime = "transient",
-        count: int = 1,
-        **about: Any,  # noqa: ARG002
-    ) -> int:
-        held = _holding(nbytes // count, _What(lifetime, kind, self.phase), self._size, count)
+    def open(self, entry: Entry, goes_on: int | None = None) -> int:  # noqa: ARG002
+        what = _What(entry.lifetime, entry.kind, self.phase)
+        held = _holding(entry.bytes // entry.number, what, self._size, entry.number)
         self._entries.append(held)
         self._change(Change(held, held))
         return len(self._entries)

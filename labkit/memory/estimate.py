@@ -190,7 +190,7 @@ class BlockPeaks:
 
 
 def _fragmentation(book: Book, simulated: Simulated) -> str:
-    return simulated.fragmentation(lambda event: book.entries[book.events[event][0] - 1].phase)
+    return simulated.fragmentation(lambda event: book.phases[book.events[event][0] - 1])
 
 
 def _book(workload: Workload, stage: int) -> Book:

@@ -7,7 +7,7 @@ Sources: Megatron Core `optimizer/distrib_optimizer.py`, `optimizer/optimizer.py
 from collections.abc import Iterator, Sequence
 
 from labkit.ledger import rounded
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 from labkit.memory.buffers import Buffer
 from labkit.memory.tape import DTYPE_BYTES, Parameter
 from labkit.memory.weights import About, Act, Tensors
@@ -123,16 +123,8 @@ class ShardedOptimizer:
         count = narrow * sum(shards.sizes.values())
         if count:
             nbytes = rounded(DTYPE_BYTES["fp32"]) * count
-            book.open(
-                "state scales",
-                (1,),
-                "fp32",
-                nbytes,
-                module="optimizer",
-                kind="optimizer",
-                lifetime="state",
-                count=count,
-            )
+            about = "state scales", (1,), "fp32", nbytes, "optimizer", "optimizer"
+            book.open(Entry(*about, lifetime="state", number=count))
 
 
 _GRADIENT = Act("open", "fp32 gradient", "fp32")

@@ -6,13 +6,13 @@ from functools import lru_cache, reduce
 from typing import Any, NamedTuple, Self
 
 from labkit.ledger import rounded
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 from labkit.memory.meter import Change, Integers, Meter, Numbers
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import CALLERS
 from labkit.memory.state import State
 from labkit.memory.steps import run_steps
-from labkit.memory.tape import DTYPE_BYTES, Shape
+from labkit.memory.tape import DTYPE_BYTES
 from labkit.memory.units import Chunk, chunks, loss_chunk
 from labkit.memory.weights import Act, Alike, Block, Tensors
 from labkit.workload import Batch, Model, Parallelism, Training, Workload
@@ -195,8 +195,8 @@ class _Tally(Book):
         act(self)
         return Change(self._peak - before, self._level - before)
 
-    def open(self, tensor: str, shape: Shape, dtype: str, nbytes: int, *, count: int = 1, **about: Any) -> int:  # noqa: ARG002
-        self._opened.append(self._size(nbytes // count) * count)
+    def open(self, entry: Entry, goes_on: int | None = None) -> int:  # noqa: ARG002
+        self._opened.append(self._size(entry.bytes // entry.number) * entry.number)
         self._level += self._opened[-1]
         self._peak = max(self._peak, self._level)
         return len(self._opened)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from labkit.ledger import rounded
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 from labkit.memory.buffers import Buffer, buffers
 from labkit.memory.layers.prefix_tree import tree_tensors
 from labkit.memory.library import built_with
@@ -56,7 +56,7 @@ class State:
         book.each(self._parameters(converted), [wide, builds, wide._replace(verb="close")])
         for tensor in self._batch:
             name, shape, dtype = tensor
-            book.open(name, shape, dtype, tensor.bytes, module="batch", kind="input", lifetime="state")
+            book.open(Entry(name, shape, dtype, tensor.bytes, "batch", "input", lifetime="state"))
         book.each(self._parameters(adapters), [builds])
         for buffer in self._buffers:
             if self._gathers:
@@ -102,20 +102,13 @@ class State:
         return About(name, parameter.shape, module, "parameters", parameter.layer, "transient" if goes else "state")
 
     def _open_workspace(self, book: Book, workspace: Value) -> None:
-        book.open(
-            workspace.name,
-            workspace.shape,
-            workspace.dtype,
-            workspace.bytes,
-            module="",
-            kind="library",
-            lifetime="workspace",
-        )
+        about = workspace.name, workspace.shape, workspace.dtype, workspace.bytes
+        book.open(Entry(*about, "", "library", lifetime="workspace"))
 
     def _open_buffer(self, book: Book, buffer: Buffer, name: str, dtype: str, kind: str) -> None:
         nbytes = rounded(buffer.numel * DTYPE_BYTES[dtype])
         # `megatron.training.get_model` wraps the model on a stream of its own.
-        book.open(name, (buffer.numel,), dtype, nbytes, module=buffer.name, kind=kind, lifetime="state", stream=1)
+        book.open(Entry(name, (buffer.numel,), dtype, nbytes, buffer.name, kind, lifetime="state", stream=1))
 
     def zero_gradients(self, book: Book) -> None:
         """Start of a step."""
@@ -129,11 +122,8 @@ class State:
         numel = elements(those(self._weights, lambda each: each.replicated and each.trainable))
         if numel:
             nbytes = rounded(numel * DTYPE_BYTES[self._gradient_dtype])
-            book.close(
-                book.open(
-                    "replicated gradients", (numel,), self._gradient_dtype, nbytes, module="grad_sync", kind="gradients"
-                )
-            )
+            entry = Entry("replicated gradients", (numel,), self._gradient_dtype, nbytes, "grad_sync", "gradients")
+            book.close(book.open(entry))
 
     def step(self, book: Book) -> None:
         """The optimizer's step."""

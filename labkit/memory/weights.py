@@ -148,3 +148,8 @@ class Tensors:
     def sizes(self) -> dict[int, int]:
         """How many have so many elements."""
         return sizes(self.blocks)
+
+    @cached_property
+    def each(self) -> list[tuple[Parameter, int]]:
+        """Each weight and the elements of its tensor: steps go through them again and again."""
+        return [each for block in self.blocks for each in block.tensors()]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labkit.ledger import rounded
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 from labkit.memory.schedule import Boundary
 from labkit.memory.script import (
     CACHE,
@@ -75,6 +75,8 @@ class Writer:
         self._handed_on = -1
         """Entry of the last chunk's output, or of its input's gradient."""
         self._modules: dict[tuple[int, str], str] = {}
+        self._entries: dict[tuple[int, int], list[Entry | None]] = {}
+        """Of each slot of each unit, by chunk and unit, once it was allocated."""
 
     def enter(self, iteration: int, phase: str) -> None:
         """A phase begins."""
@@ -102,7 +104,7 @@ class Writer:
         """A schedule begins or returns."""
         if begins:
             name, nbytes = "total_num_tokens", rounded(DTYPE_BYTES["int32"])
-            self._token_count = self._book.open(name, (), "int32", nbytes, module="", kind="input")
+            self._token_count = self._book.open(Entry(name, (), "int32", nbytes, "", "input"))
         else:
             self._book.close(self._token_count)
 
@@ -111,15 +113,8 @@ class Writer:
         unit = chunk.units[0]
         value = unit.script.slots[unit.script.output or 0].on(unit.tape)
         name = tensor.kind.replace(" ", "_")
-        self._kept[tensor] = self._boundaries[tensor] = self._book.open(
-            name,
-            value.shape,
-            value.dtype,
-            value.bytes,
-            module="pipeline",
-            kind="pipeline",
-            goes_on=self._boundaries.get(tensor),
-        )
+        entry = Entry(name, value.shape, value.dtype, value.bytes, "pipeline", "pipeline")
+        self._kept[tensor] = self._boundaries[tensor] = self._book.open(entry, self._boundaries.get(tensor))
 
     def free(self, tensor: Boundary) -> None:
         """They let go of it."""
@@ -184,9 +179,12 @@ class Writer:
         batch: dict[str, _Shared],
     ) -> None:
         slots = unit.script.slots
+        entries = self._entries.setdefault(at, [None] * len(slots))
         for code, slot, key in steps:
             if code == OPEN:
-                frame[slot] = self._open(unit, slots[slot])
+                entry = entries[slot] = entries[slot] or self._entry(unit, slots[slot])
+                goes_on, self._goes_on = self._goes_on, None
+                frame[slot] = self._book.open(entry, goes_on)
             elif code == CLOSE:
                 self._close(frame[slot])
             elif code == HOLD:
@@ -286,21 +284,23 @@ class Writer:
         return number
 
     def _open(self, unit: Unit, slot: Slot, *, library: bool = False) -> int:
-        value = slot.on(unit.tape)
         goes_on, self._goes_on = self._goes_on, None
-        return self._book.open(
+        return self._book.open(self._entry(unit, slot, library=library), goes_on)
+
+    def _entry(self, unit: Unit, slot: Slot, *, library: bool = False) -> Entry:
+        value = slot.on(unit.tape)
+        return Entry(
             slot.name,
             value.shape,
             value.dtype,
             value.bytes,
-            module=self._module(unit, value.module),
+            self._module(unit, value.module),
             kind="library" if library else value.kind,
             layer=None if value.layer is None else value.layer + unit.first_layer,
             lifetime="workspace" if library else "transient",
             certainty=value.certainty,
             recompute=slot.recompute,
             stream=slot.stream,
-            goes_on=goes_on,
         )
 
     def _module(self, unit: Unit, module: str) -> str:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from labkit.memory.book import Book
+from labkit.memory.book import Book, Entry
 
 
 def opened(book: Book, name: str, goes_on: int | None = None) -> int:
-    return book.open(name, (256,), "bf16", 512, module="", kind="pipeline", goes_on=goes_on)
+    return book.open(Entry(name, (256,), "bf16", 512, "", "pipeline"), goes_on)
 
 
 @pytest.mark.parametrize("closed_first", [True, False])
