@@ -233,6 +233,7 @@ def _training(draw: Draw, model: Mapping[str, Any]) -> dict[str, Any]:
         "overlap_grad_reduce": reduces,
         "overlap_param_gather": distributed and reduces and draw.chance(0.7),
         "average_in_collective": draw.chance(0.5),
+        "num_distributed_optimizer_instances": draw.one(1, 1, 1, 2) if distributed else 1,
     }
     software = {"transformer_engine": draw.one("2.20.2", "2.20.2", "2.18.0", "2.14.0")}
     return {

@@ -139,6 +139,7 @@ def arguments_of(workload: Workload, *, num_microbatches: int) -> dict[str, Any]
         "overlap_grad_reduce": data_parallel.overlap_grad_reduce,
         "overlap_param_gather": data_parallel.overlap_param_gather,
         "ddp_average_in_collective": data_parallel.average_in_collective,
+        "num_distributed_optimizer_instances": data_parallel.num_distributed_optimizer_instances,
         **optimizer.model_dump(exclude={"fp8_recipe"}),
         **({} if optimizer.fp8_recipe is None else {"fp8_recipe": optimizer.fp8_recipe}),
         "use_gloo_process_groups": False,

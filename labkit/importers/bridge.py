@@ -393,6 +393,7 @@ class _Recipe:
             "overlap_param_gather": ddp["overlap_param_gather"],
             "accumulate_allreduce_grads_in_fp32": ddp["grad_reduce_in_fp32"],
             "ddp_average_in_collective": ddp["average_in_collective"],
+            "num_distributed_optimizer_instances": ddp["num_distributed_optimizer_instances"],
             "optimizer": optimizer["optimizer"],
             "use_precision_aware_optimizer": optimizer["use_precision_aware_optimizer"],
             **{name: DTYPES.get(str(optimizer[name]), optimizer[name]) for name in dtypes},

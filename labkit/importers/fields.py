@@ -97,8 +97,8 @@ _OTHER = """
     decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_vp_stage expert_tensor_parallel_size moe_layer_recompute recompute_activations
     moe_grouped_gemm moe_flex_dispatcher_backend moe_enable_deepep bf16 use_distributed_optimizer overlap_grad_reduce
-    overlap_param_gather ddp_average_in_collective accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe
-    create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
+    overlap_param_gather ddp_average_in_collective num_distributed_optimizer_instances
+    accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
     eval_global_batch_size eval_micro_batch_size transformer_impl no_persist_layer_norm
 """
 EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())
@@ -113,7 +113,6 @@ _MEANING = {
     "cuda_graph_impl": "memory pools of CUDA graphs",
     "use_megatron_fsdp": "parameters sharded by Megatron-FSDP; taken as Megatron's own data parallelism",
     "use_torch_fsdp2": "parameters sharded by PyTorch's FSDP2; taken as Megatron's own data parallelism",
-    "num_distributed_optimizer_instances": "optimizer state sharded over part of the ranks; taken as over all",
     "fine_grained_activation_offloading": "activations moved to the host; taken as kept",
     "cpu_offloading_num_layers": "activations moved to the host; taken as kept",
     "optimizer_cpu_offload": "optimizer state on the host; taken as on the GPU",
@@ -371,6 +370,7 @@ class _Mapping:
             **{name: self.values[name] for name in names},
             "grad_reduce_in_fp32": self.values["accumulate_allreduce_grads_in_fp32"],
             "average_in_collective": self.values["ddp_average_in_collective"],
+            "num_distributed_optimizer_instances": self.values["num_distributed_optimizer_instances"],
         }
 
     def _optimizer(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def buffers(weights: Sequence[Block], workload: Workload, *, bucketed: bool = Tr
     """
     layout, ddp = workload.parallelism, workload.training.data_parallel
     trained = those(weights, lambda each: each.trainable)
-    ranks = layout.dp * layout.cp
+    ranks, instances = layout.dp * layout.cp, ddp.num_distributed_optimizer_instances
     bucket_size = _ENDLESS
     if bucketed and ddp.overlap_grad_reduce:
         # `megatron.training.training.resolve_ddp_bucket_size`
@@ -57,7 +57,9 @@ def buffers(weights: Sequence[Block], workload: Workload, *, bucketed: bool = Tr
         name, wanted = _GROUPS[expert]
         members = those(trained, wanted)
         if ddp.use_distributed_optimizer:
-            found.append(sharded(name, expert, members, layout.edp if expert else ranks, bucket_size))
+            # Each instance has the whole state; buckets are sized by all ranks.
+            shards = (layout.edp if expert else ranks) // instances
+            found.append(sharded(name, expert, members, shards, bucket_size))
         else:
             # No padding (`_compute_default_per_buffer_param_layout`), whole parameters.
             found.append(Buffer(name, expert, elements(members), members, _groups(members)))

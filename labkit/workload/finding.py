@@ -23,6 +23,7 @@ class Authority(StrEnum):
     ARGUMENTS = "validate_args", "megatron/training/arguments.py"
     """With Megatron-LM's parser: likewise."""
     PARALLEL_STATE = "parallel_state", "megatron/core/parallel_state.py"
+    DATA_PARALLEL = "DistributedDataParallel", "megatron/core/distributed/distributed_data_parallel.py"
     MICROBATCHES = "num_microbatches_calculator", "megatron/core/num_microbatches_calculator.py"
     SCHEDULES = "schedules", "megatron/core/pipeline_parallel/schedules.py"
     STAGES = "TransformerBlock", "megatron/core/transformer/transformer_block.py"

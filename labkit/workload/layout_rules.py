@@ -56,6 +56,7 @@ def layout_findings(workload: "Workload") -> Iterator[Finding]:
                 Authority.CONFIG,
             )
     yield from _expert_layout(workload, grouped)
+    yield from _optimizer_instances(workload)
     rows = batch.micro_batch_size * layout.dp
     yield from _divides_batch(rows, batch.global_batch_size)
 
@@ -102,6 +103,25 @@ def _expert_layout(workload: "Workload", grouped: int) -> Iterator[Finding]:
                 "set sequence_parallel: true",
                 Authority.MOE,
             )
+
+
+def _optimizer_instances(workload: "Workload") -> Iterator[Finding]:
+    """`initialize_model_parallel`; `DistributedDataParallel.__init__`."""
+    layout, data_parallel = workload.parallelism, workload.training.data_parallel
+    instances = data_parallel.num_distributed_optimizer_instances
+    field = "training.data_parallel.num_distributed_optimizer_instances"
+    yield from refuse(
+        instances > 1 and not data_parallel.use_distributed_optimizer,
+        field,
+        "only a distributed optimizer has instances",
+        "use 1 or set training.data_parallel.use_distributed_optimizer: true",
+        Authority.DATA_PARALLEL,
+    )
+    yield from divides(
+        instances, layout.dp * layout.cp, field, "data-parallel x context-parallel ranks", Authority.PARALLEL_STATE
+    )
+    if layout.world_size % (layout.etp * layout.ep * layout.pp) == 0:
+        yield from divides(instances, layout.edp, field, "expert data-parallel ranks", Authority.PARALLEL_STATE)
 
 
 def _divides_batch(rows: int, global_batch_size: int) -> Iterator[Finding]:

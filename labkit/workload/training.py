@@ -4,7 +4,7 @@ import re
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from labkit.workload.base import Part
 from labkit.workload.behaviour import large_cublas_workspace
@@ -80,6 +80,8 @@ class DataParallel(Part):
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     average_in_collective: bool = True
+    num_distributed_optimizer_instances: PositiveInt = 1
+    """Groups of data-parallel ranks that each share the whole optimizer's state out among themselves."""
 
 
 class Optimizer(Part):

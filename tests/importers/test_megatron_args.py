@@ -318,17 +318,12 @@ def test_vocabulary_positions_and_layout_of_a_job(found: dict[str, Found]) -> No
 def test_what_is_not_priced_is_named_once_and_goes_into_the_launch(found: dict[str, Found]) -> None:
     (name,) = (name for name in JOBS if "multi_dist_optimizer_instances" in name)
     assert found[name]["not_expressed"] == []
-    assert found[name]["not_priced"] == [
-        "--moe-router-load-balancing-type sinkhorn: taken as none",
-        "--num-distributed-optimizer-instances 2: optimizer state sharded over part of the ranks; taken as over all",
-    ]
+    assert found[name]["not_priced"] == ["--moe-router-load-balancing-type sinkhorn: taken as none"]
     assert found[name]["workload"]["launch"] == {
-        "arguments": [
-            "--moe-router-load-balancing-type sinkhorn",
-            "--num-distributed-optimizer-instances 2",
-        ],
+        "arguments": ["--moe-router-load-balancing-type sinkhorn"],
         "environment": [],
     }
+    assert found[name]["workload"]["training"]["data_parallel"]["num_distributed_optimizer_instances"] == 2
     assert found[name]["workload"]["training"]["kernels"]["deterministic_mode"]
     assert found[name]["workload"]["training"]["kernels"]["deterministic_attention"]
     assert found[name]["workload"]["training"]["cublas_workspace_config"] == ":4096:8"

@@ -45,6 +45,7 @@ WHOLE = {f"{DATA_PARALLEL}use_distributed_optimizer": False, f"{DATA_PARALLEL}ov
 FP32_GRADIENTS = {f"{DATA_PARALLEL}grad_reduce_in_fp32": True}
 NO_OVERLAP = {f"{DATA_PARALLEL}overlap_param_gather": False, f"{DATA_PARALLEL}overlap_grad_reduce": False}
 DENSE = {"model.mixture_of_experts": None, "parallelism.expert_model_parallel_size": 1}
+INSTANCES = {f"{DATA_PARALLEL}num_distributed_optimizer_instances": 2}
 ONE_RANK = DENSE | {
     "parallelism.world_size": 1,
     "parallelism.tensor_model_parallel_size": 1,
@@ -64,6 +65,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fp32 gradients": FP32_GRADIENTS,
     "no overlap": NO_OVERLAP,
     "average outside the collective": {f"{DATA_PARALLEL}average_in_collective": False},
+    "instances of the optimizer": INSTANCES,
+    "instances of the optimizer, large vocabulary": INSTANCES | LARGE_VOCABULARY | AWARE,
+    "an instance of each rank": INSTANCES
+    | {f"{DATA_PARALLEL}num_distributed_optimizer_instances": 4, "parallelism.world_size": 16}
+    | {"batch.global_batch_size": 16, "parallelism.expert_model_parallel_size": 4}
+    | {"parallelism.tensor_model_parallel_size": 4},
     "one rank": ONE_RANK,
     "sixteen ranks": {"parallelism.world_size": 16, "batch.global_batch_size": 16},
     "data-parallel size that alignment does not divide": {
