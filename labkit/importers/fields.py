@@ -98,7 +98,8 @@ _OTHER = """
     microbatch_group_size_per_vp_stage expert_tensor_parallel_size moe_layer_recompute recompute_activations
     moe_grouped_gemm moe_flex_dispatcher_backend moe_enable_deepep bf16 use_distributed_optimizer overlap_grad_reduce
     overlap_param_gather ddp_average_in_collective num_distributed_optimizer_instances
-    accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
+    accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8_recipe
+    create_attention_mask_in_dataloader sft dataloader_inter_document_masking spec hidden_size
     eval_global_batch_size eval_micro_batch_size transformer_impl no_persist_layer_norm
 """
 EXPRESSED = frozenset(" ".join((*_SAME.values(), _OTHER)).split())

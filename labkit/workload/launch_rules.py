@@ -41,7 +41,8 @@ SAID_BY_FIELDS = frozenset(
     moe-token-drop-policy moe-z-loss-coeff mtp-num-layers multi-latent-attention no-bias-dropout-fusion
     no-bias-gelu-fusion no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
     no-gradient-accumulation-fusion no-masked-softmax-fusion no-persist-layer-norm no-rope-fusion normalization
-    num-attention-heads num-distributed-optimizer-instances num-experts num-layers num-query-groups num-virtual-stages-per-pipeline-rank
+    num-attention-heads num-distributed-optimizer-instances num-experts num-layers num-query-groups
+    num-virtual-stages-per-pipeline-rank
     overlap-grad-reduce overlap-param-gather pipeline-model-parallel-layout pipeline-model-parallel-size q-lora-rank
     qk-head-dim qk-layernorm qk-pos-emb-head-dim recompute-granularity recompute-method recompute-modules
     recompute-num-layers rotary-base rotary-percent seq-length sequence-parallel sft squared-relu swiglu
