@@ -43,9 +43,10 @@ tables.answers(found.answers)
 # %% [markdown]
 # *Held out*: no choice that lacks a source was made in view of the case; *calibrated*: one was. H200 figures are bytes
 # above the baseline before forward; CI jobs' are peaks of one rank. Estimates of cells and studies were made just now;
-# traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells` and `make jobs`. *Covers*: how
-# often the estimate with its margin (2 % and 64 MiB, 2.5 % with experts) is not below the measured figure; *headroom*:
-# what it has above, on average and at least.
+# traces, and all figures of CI jobs, are kept ones (`data/traced`), made by `make cells` and `make jobs`; traces of
+# published studies are in the studies' own results (`labkit study run`). *Covers*: how often the estimate with its
+# margin (2 % and 64 MiB, 2.5 % with experts) is not below the measured figure; *headroom*: what it has above, on
+# average and at least.
 
 # %% [markdown]
 # ## Cells on H200: estimated and traced against measured
@@ -95,7 +96,8 @@ charts.coverage(found.margins, "coverage", "Estimate with margin, above the meas
 # %% [markdown]
 # ## What has no trace
 #
-# A kept trace that was made of other work than today's is stale, and no figure of it is shown here.
+# A kept trace that was made of other work than today's is stale, and no figure of it is shown here: of a cell that is
+# the workload that labkit makes of it, of a CI job the job as it was published.
 
 # %%
 prose.listed(found.untraced, "Every case has a trace.")

@@ -2,7 +2,8 @@
 
 Everything a notebook may hold as plain data (text, errors, streams, chart specifications) is escaped. Only
 `text/html` outputs, which their own makers escape, go in as they are; the content security policy names the two
-scripts of the report by their hashes, so nothing else in the file can run.
+scripts of the report by their hashes, so nothing else in the file can run. The larger, the charts' library, is packed;
+the other unpacks it.
 """
 
 import base64
@@ -18,7 +19,7 @@ from nbconvert.filters import Highlight2HTML, strip_ansi
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 
-from labkit.report.bundle import vega_bundle
+from labkit.report.bundle import packed, vega_bundle
 from labkit.report.figure import VEGALITE
 from labkit.report.heading import Heading
 from labkit.report.page import asset, page, trusted, visible
@@ -34,7 +35,7 @@ def render(notebook: NotebookNode, heading: Heading) -> str:
     contents: list[tuple[str, str]] = []
     markdown = MarkdownWithMath(renderer=_Markdown(contents))
     blocks = [trusted(visible(block)) for cell in notebook.cells for block in _cell(cell, markdown, contents)]
-    blocks = _styled_once(blocks)
+    blocks = _slim(blocks)
     script, bundle = asset("report.js"), vega_bundle()
     return page(
         "report.html.j2",
@@ -48,26 +49,32 @@ def render(notebook: NotebookNode, heading: Heading) -> str:
         contents=[(identifier, visible(text)) for identifier, text in contents],
         blocks=blocks,
         themes=_json({"light": vega_config("light"), "dark": vega_config("dark")}),
-        bundle=trusted(bundle),
+        bundle=packed(bundle),
         script=trusted(script),
         script_hashes=trusted(f"{_hash(bundle)} {_hash(script)}"),
     )
 
 
 _TABLE_STYLE = re.compile(r"<style>\n(#labkit-[\w-]+) .*?</style>", re.DOTALL)
+_CELL = re.compile(r"\s*(<t[dr]\b(?: style=\"[^\"]*\")?)(?: headers=\"[^\"]*\")?")
+"""Of a table's body: indented, and with the names of its heads again, which have their scope."""
 _ANY_TABLE = ':is(#labkit-table, [id^="labkit-"])'
 """All of labkit's tables, with the weight of one's identifier."""
 
 
-def _styled_once(blocks: list[Markup]) -> list[Markup]:
-    """Great Tables writes its whole look (9 kB) into every table: here once for all that are alike."""
+def _slim(blocks: list[Markup]) -> list[Markup]:
+    """Great Tables writes its whole look (9 kB) into every table: here once for all that are alike.
+
+    It also writes each cell's heads into the cell; those of large tables are as long as their figures.
+    """
     looks: dict[str, None] = {}
 
     def kept(found: re.Match[str]) -> str:
         looks[found[0].replace(found[1], _ANY_TABLE)] = None
         return ""
 
-    bare = [trusted(_TABLE_STYLE.sub(kept, block)) for block in blocks]
+    slim = [_CELL.sub(r"\1", block) if "gt_table" in block else block for block in blocks]
+    bare = [trusted(_TABLE_STYLE.sub(kept, block)) for block in slim]
     return [trusted(style) for style in looks] + bare
 
 

@@ -2,7 +2,9 @@
 
 Errors are fractions of the measured figure, above zero where labkit is too high. Estimates of the H200 cells and of the
 published studies are made on the spot; traces, and whatever there is of the CI jobs, are kept ones (`data/traced`): one
-that was made of other work than today's is stale, and no figure of it is shown.
+that was made of other work than today's is stale, and no figure of it is shown. Of an H200 cell that is the workload
+labkit makes of it; of a CI job the job as it was published, since only Megatron's own parser makes a workload of one.
+Traces of the published studies are those of the studies' own results, where these are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +91,9 @@ _PHASES = {
 _STATES = {"unsupported": "not supported", "failed": "failed"}
 _GOLDENS = {"current": "July 2026 and later", "older": "older", "resumed": "resumed from a checkpoint"}
 _SHORT = {OWN: "yours", H200: "H200", JOB: "CI", STUDY: "study"}
+_AGAIN: Final = {H200: "make cells", JOB: "make jobs"}
+"""What traces them."""
+_DRIVER: Final = "trace driver"
 _SMALL, _LARGE = f"below {MANY_ROWS} rows", f"{MANY_ROWS} rows and more"
 _JOB_FIGURES = {"peak": "", "first step": "first_step_", "between steps": "between_steps_"}
 
@@ -222,6 +227,7 @@ class Calibration:
             "Estimated (cells, studies)": f"labkit {trace_versions()['labkit']}, now",
             **{
                 f"{row['source'].capitalize()} ({row['collection']})": f"{row['versions']} on {row['date']}"
+                + (f", trace driver {row['driver'][:8]}" if row["source"] == "traced" else "")
                 for row in self.made.iter_rows(named=True)
             },
         }
@@ -265,7 +271,7 @@ def _of_cells(
     traces = _by_case(kept)
     for cell, phases in cells:
         layout = cell.workload.parallelism
-        trace, why, traced = _kept_of(traces.get(cell.case), cell.work_hash, "make cells")
+        trace, why, traced = _kept_of(traces.get(cell.case), cell.work_hash, _AGAIN[H200])
         for each in phases:
             yield {
                 "collection": collection,
@@ -292,7 +298,7 @@ def _of_cells(
 def _of_jobs(rows: Iterable[Row], kept: pl.DataFrame, known: Known) -> Iterator[dict[str, Any]]:
     traces = _by_case(kept)
     for row in rows:
-        trace, why, found = _kept_of(traces.get(row.case), row.work_hash, "make jobs")
+        trace, why, found = _kept_of(traces.get(row.case), row.work_hash, _AGAIN[JOB])
         facts = found[0] if found else {}
         older = "An older golden value, which other versions made." if row.group == "older" else None
         measured = (row.peak_allocated_bytes, row.peak_first_step_bytes, row.allocated_bytes)
@@ -397,7 +403,7 @@ def _made(source: str, collection: str, kept: pl.DataFrame) -> pl.DataFrame:
     if source == "estimated":
         versions = pl.format("labkit {}", "labkit")
     names_of = (pl.lit(source).alias("source"), pl.lit(collection).alias("collection"))
-    chosen = kept.select(*names_of, "date", driver="trace driver", versions=versions)
+    chosen = kept.select(*names_of, "date", driver=_DRIVER, versions=versions)
     return (
         chosen.unique(maintain_order=True)
         .group_by("source", "collection", "versions", maintain_order=True)
@@ -422,19 +428,55 @@ def _sentences(found: Calibration) -> Iterator[str]:
         ("CI jobs that a version was chosen from", (JOB, None, CALIBRATED)),
         ("Published studies, with versions and settings inferred from their peaks", (STUDY, None, CALIBRATED)),
         (f"Held-out H200 cells below {MANY_ROWS} rows a rank", (H200, _SMALL, HELD_OUT)),
+        (f"H200 cells that a choice was made from, below {MANY_ROWS} rows a rank", (H200, _SMALL, CALIBRATED)),
     ):
         if key in answers:
             yield f"{subject}: {_far(answers[key])}."
+        if key == (H200, _LARGE, HELD_OUT):
+            yield _left_out(found.figures.filter(collection=H200))
+        if key[0] == STUDY and key in answers and not answers[key]["traced_figures"]:
+            yield "Their traces are kept in the studies' own results alone, which are not there: labkit study run."
     yield _covered(found.margins)
     yield (
         "Held out means that no choice without a source was made in view of the case. labkit was written with all "
         "these files at hand: only cells of your own (parameter cells) are held out in the strict sense."
     )
-    now = trace_versions()["trace driver"]
-    traces = found.made.filter(source="traced").iter_rows(named=True)
-    changed = list(dict.fromkeys(row["collection"] for row in traces if row["driver"] != now))
-    if changed:
-        yield f"Traces of the {' and '.join(changed)} were made by other code of labkit's than today's."
+    yield from _aged(found.made.filter(source="traced"))
+
+
+def _left_out(cells: pl.DataFrame) -> str:
+    """How far off the H200 figures are that the headline's range is not of."""
+    repeats, small = cells.filter(phase=_PHASES["repeat_forward"], size=_LARGE), cells.filter("counted", size=_SMALL)
+    said = [_range(figures) for figures in (repeats, small)]
+    return (
+        f"That range leaves out second forwards of the same cells ({said[0]}) and, calibrated ones too, all cells "
+        f"below {MANY_ROWS} rows a rank ({said[1]})."
+    )
+
+
+def _range(figures: pl.DataFrame) -> str:
+    (row,) = spread(figures, "collection").iter_rows(named=True)
+    return ", ".join(
+        f"{source} {_signed(row[f'{source}_lowest'])} to {_signed(row[f'{source}_highest'])} %"
+        for source in ("estimated", "traced")
+        if row[f"{source}_figures"]
+    )
+
+
+def _aged(made: pl.DataFrame) -> Iterator[str]:
+    """What may make traces of today others than the kept ones; `made`: as `Calibration.made`."""
+    now = trace_versions()
+    for row in made.iter_rows(named=True):
+        then = dict(each.split(" ") for each in row["versions"].split(", "))
+        others = ", ".join(f"{name} is {now[name]} now" for name in then if then[name] != now[name])
+        others = others or (
+            "files of labkit that take part have changed since" if row["driver"] != now[_DRIVER] else ""
+        )
+        if others:
+            yield (
+                f"Traces of the {row['collection']} were made on {row['date']} with {row['versions']}; {others}, so "
+                f"that traces made today may give other figures ({_AGAIN[row['collection']]} tells)."
+            )
 
 
 def _far(row: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The report as a file: what is in it, and what never is."""
 
 import base64
+import gzip
 import hashlib
 import re
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ from labkit.report.heading import Fact, Heading
 from labkit.report.html import render
 from tests.report import frames, pages
 
-LIMIT_BYTES = 1_600_000
+LIMIT_BYTES = 800_000
 PAGE = pages.report(frames.cells({"[moe]": ("failed", "backward: RuntimeError: no")}))
 HEADING = Heading(title="T")
 
@@ -56,7 +57,10 @@ def test_only_the_two_scripts_of_the_report_may_run() -> None:
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    running = [text for kind, text in elements.scripts if kind is None]
+    (library,) = [text for kind, text in elements.scripts if kind == "application/gzip;base64"]
+    unpacked = gzip.decompress(base64.b64decode(library)).decode()
+    running = [unpacked, *(text for kind, text in elements.scripts if kind is None)]
+    assert unpacked == vega_bundle()
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running]
     assert re.search(r"script-src ([^;]*);", policy)[1].split() == [f"'sha256-{digest}'" for digest in hashes]  # type: ignore[index]
     assert len(running) == 2
@@ -145,7 +149,6 @@ def test_the_bundle_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None
     assert kept.stat().st_mtime_ns == written
     kept.write_text(kept.read_text()[:-1])
     assert vega_bundle(tmp_path / "labkit") == made
-    assert "</script" not in made
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.workbench import adapters, experts
 
 pytestmark = pytest.mark.browser
 
-LIMIT_BYTES = 1_600_000
+LIMIT_BYTES = 1_000_000
 NOTEBOOKS = sorted(path.stem for path in notebook_folder().glob("*.py"))
 _STUDY = """
 name: tiny

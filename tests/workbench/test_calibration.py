@@ -225,6 +225,32 @@ def test_the_document_says_how_far_the_kept_traces_are(shown: Calibration) -> No
         assert f"| {name} | {len(rows)} | {ours:.2%} | {theirs:.2%} |".replace("%", " %") in text
 
 
+def test_what_the_headline_leaves_out_stands_beside_it(found: list[Comparison], shown: Calibration) -> None:
+    place = next(place for place, said in enumerate(shown.sentences) if said.startswith("Held-out H200 cells from"))
+    beside = shown.sentences[place + 1]
+    repeats = shown.figures.filter(collection=H200, phase="second forward", size="1000 rows and more")
+    small = [each.error for each in found if each.rows < MANY_ROWS]
+    for errors in (repeats["estimated_error"].to_list(), repeats["traced_error"].drop_nulls().to_list(), small):
+        assert f" {min(errors) * 100:+.1f} to {max(errors) * 100:+.1f} %" in beside
+
+
+def test_kept_traces_say_when_they_were_made_and_whether_todays_may_differ(
+    shown: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(**changed: str) -> list[str]:
+        row = shown.made.filter(source="traced", collection=H200).row(0, named=True)
+        then = dict(each.split(" ") for each in row["versions"].split(", ")) | {"trace driver": row["driver"]}
+        monkeypatch.setattr(calibration, "trace_versions", lambda: then | changed)
+        return [each for each in shown.sentences if each.startswith("Traces of the H200 cells were made on 20")]
+
+    assert said() == []
+    (older,) = said(torch="2.15.0")
+    assert "with labkit 0.1.0, torch 2.14.1, " in older
+    assert "torch is 2.15.0 now, so that traces made today may give other figures (make cells tells)" in older
+    (edited,) = said(**{"trace driver": "other"})
+    assert "files of labkit that take part have changed since" in edited
+
+
 def test_cells_of_ones_own_are_held_out_and_come_first(shown: Calibration) -> None:
     own = shown.figures.filter(collection=OWN)
     assert own["case"].unique().to_list() == [HOSTILE]
