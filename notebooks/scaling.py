@@ -44,8 +44,10 @@ prose.lead(scaling.sentences)
 # The longest sequence whose estimated peak fits with the safety margin, to within a 64th of itself; the next length
 # does not. Each size is doubled and halved alone, on as many GPUs, each rank with as many micro-batches as before.
 # *Routing allowance* is the same layout with what labkit sets aside for a router that was not measured; replay is that
-# at the workload's own length. *Fragments*: blocks fit, but the caching allocator, which holds whole segments, may run
-# out of memory all the same. CUDA's context and NCCL's buffers come on top of everything.
+# at the workload's own length. *Fragments*: blocks fit, as expandable segments need it, but the caching allocator as it
+# is set runs out of memory all the same, since it holds whole segments. *Allocator up to* (a bar in the chart): the
+# longest up to which it gets along too at every sixteenth of the longest length from the half on; looked for in the
+# layout as it is alone. CUDA's context and NCCL's buffers come on top of everything.
 
 # %%
 charts.frontier(scaling.frontier)

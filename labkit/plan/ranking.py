@@ -81,6 +81,11 @@ class Ranking:
         seen = self._look_at(choice)
         return seen.priced.covered_bytes <= self.budget.bytes and not seen.runs
 
+    def has_room(self, choice: Priced) -> bool:
+        """Its peak and margin are within the budget, fragments aside; near the budget the exact price decides."""
+        near = self.has_seen(choice) or self.seems_to_fit(choice) is None
+        return (self.exact(choice) if near else choice).covered_bytes <= self.budget.bytes
+
     def seems_to_fit(self, choice: Priced) -> bool | None:
         """Whether its peak and margin are within the budget; None where they are too near for anything but `fits`."""
         if choice.workload in self._seen:

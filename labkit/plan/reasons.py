@@ -107,9 +107,13 @@ class Words(NamedTuple):
     def _shorter(self, choice: Recompute, how: str) -> Iterator[Said]:
         fitting = longest_that_fits(self.ranking, choice)
         if fitting is not None:
-            packed = fitting.batch.packed
-            what = f"Sequences of {fitting.batch.seq_length}" if packed is None else f"Packs of {packed.rows}"
-            yield Said(f"{what} tokens fit {how}.", proposes=True)
+            fits, runs = fitting
+            if runs == fits:
+                yield Said(f"{_lengths(fits)} tokens fit {how}.", proposes=True)
+                return
+            yield Said(f"{_lengths(fits)} tokens fit {how} with expandable segments.", proposes=True)
+            if runs is not None:
+                yield Said(f"{_lengths(runs)} tokens fit {how} with the allocator as it is set.", proposes=True)
 
     def _refusal(self) -> Iterator[Said]:
         """Why nothing fits, and what would."""
@@ -190,6 +194,12 @@ class Words(NamedTuple):
         decides = " That decides whether it fits." if low <= self.ranking.budget.bytes < high else ""
         between = f"between {gib(low)} and {gib(high)} with its margin"
         yield f"By what the workload does not state {choice.label} needs {between}: {fields}.{decides}"
+
+
+def _lengths(workload: Workload) -> str:
+    """How long its sequences are."""
+    packed = workload.batch.packed
+    return f"Sequences of {workload.batch.seq_length}" if packed is None else f"Packs of {packed.rows}"
 
 
 def _not_priced(workload: Workload) -> Iterator[str]:

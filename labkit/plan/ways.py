@@ -11,7 +11,7 @@ from labkit.ranges import left_open
 from labkit.workload import Recompute, Workload
 from labkit.workload.unstated import with_fields
 
-_FRACTIONS = 64
+_FRACTIONS, _SIXTEENTHS = 64, 16
 
 
 def settings_that_fit(ranking: Ranking, choices: list[Recompute] | None = None) -> Iterator[tuple[Priced, int]]:
@@ -38,15 +38,38 @@ def _runnable(workload: Workload, choices: list[Recompute]) -> list[Recompute]:
     return [each for each in choices if workload.model_copy(update={"recompute": each}).can_run]
 
 
-def longest_that_fits(ranking: Ranking, choice: Recompute) -> Workload | None:
+class Shorter(NamedTuple):
+    """A workload with shorter sequences."""
+
+    fits: Workload
+    """The longest whose peak and margin are within the budget, for which expandable segments have room."""
+    runs: Workload | None
+    """The longest tried with which the allocator, as it is set, gets along; None: with none that was tried."""
+
+
+def longest_that_fits(ranking: Ranking, choice: Recompute) -> Shorter | None:
     """The workload with the longest sequences that fit under a choice, in 64ths of its own; None if none do.
 
-    Peaks rise with the length.
+    Peaks rise with the length, fragments follow no rule: the former are bisected, and the allocator is tried there and
+    at shorter lengths one after the other, a sixteenth shorter each, down to the half; then at those in between.
     """
     cases = (resized(ranking.control.workload, part, _FRACTIONS) for part in range(1, _FRACTIONS))
     runnable = [case for case in cases if case is not None and _runnable(case, [choice])]
-    count = bisect_left(runnable, True, key=lambda case: not ranking.fits(Pricer(case).price(choice)))
-    return runnable[count - 1] if count else None
+    count = bisect_left(runnable, True, key=lambda case: not ranking.has_room(Pricer(case).price(choice)))
+    if not count:
+        return None
+    places = sorted({count * part // _SIXTEENTHS for part in range(_SIXTEENTHS // 2, _SIXTEENTHS + 1)} - {0})
+    runs = next((place for place in reversed(places) if _runs(ranking, choice, runnable[place - 1])), None)
+    if runs is None:
+        return Shorter(runnable[count - 1], None)
+    above = next((place for place in places if place > runs), runs)
+    finer = (place for place in range(above - 1, runs, -1) if _runs(ranking, choice, runnable[place - 1]))
+    return Shorter(runnable[count - 1], runnable[next(finer, runs) - 1])
+
+
+def _runs(ranking: Ranking, choice: Recompute, case: Workload) -> bool:
+    """The allocator gets along where blocks fit."""
+    return not ranking.is_scattered(Pricer(case).price(choice))
 
 
 def optimizers_that_fit(ranking: Ranking, choice: Recompute) -> Iterator[tuple[str, Priced]]:

@@ -1,7 +1,8 @@
 """What notebook `scaling` shows: a workload's peak as one size after the other changes, and how long sequences may be.
 
 Curves are outlines in allocator blocks, within 1 or 2 % of the estimate; the longest lengths are decided by the
-estimate itself with its margin, and beside them stands whether the caching allocator gets along.
+estimate itself with its margin, and beside them stands whether the caching allocator gets along,
+and up to where.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from labkit.ledger import MATERIAL
-from labkit.memory.estimate import Estimate
+from labkit.memory.estimate import BlockPeaks, Estimate
 from labkit.memory.sweep import sweep
 from labkit.plan import Budget
 from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exact_peaks, exactly_covered
@@ -26,6 +27,8 @@ from labkit.workload.gpu import gib
 LENGTH: Final = "sequence length"
 AXES: Final = (LENGTH, "layers", "TP", "CP", "EP", "micro-batch")
 """What is varied, one at a time."""
+AS_IT_IS: Final = "as it is"
+"""The setting in which no size is changed."""
 _FACTORS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _FAR = 8
 """Times its own length, where activations decide: there lists of labels are compared."""
@@ -33,6 +36,8 @@ _LEAST_STEP = 256
 """Tokens between lengths that are tried."""
 _FINENESS = 64
 """The longest length is found to within such a part of itself."""
+_SIXTEENTHS = 16
+"""Parts of the longest length at which it is tried whether the allocator gets along, from the half on."""
 _TIE = 0.01
 """Of a step: replay that is not worth telling apart."""
 
@@ -169,7 +174,7 @@ class Scaling:
             for each in self.settings
             if each.axis not in AXES[:2] and not each.is_base and each.refusal is None and self._is_near(each)
         ]
-        found = [Setting("", 0, "as it is", self.workload, True), *near]
+        found = [Setting("", 0, AS_IT_IS, self.workload, True), *near]
         if self.workload.routing is None and any(kind.mlp == "moe" for kind in self.workload.model.kinds):
             allowed = self.workload.model_copy(update={"routing": Routing(kind="allowance")})
             found.append(Setting("routing", 0, "routing allowance", allowed, False))
@@ -193,7 +198,9 @@ class Scaling:
                 guide = Guide(case, self._longest)
                 for budget in self._budgets:
                     found = longest(guide, budget.bytes)
-                    rows.append((setting.label, choice.name, budget.name, *found, price.replay.seconds, share))
+                    # Of the layout that is asked for alone: a second and a half for each.
+                    sound = up_to(guide, budget.bytes, found) if setting.label == AS_IT_IS else None
+                    rows.append((setting.label, choice.name, budget.name, *found, sound, price.replay.seconds, share))
         frame = pl.DataFrame(rows, schema=FRONTIER, orient="row")
         bare = frame.filter(pl.col("choice") == self.choices[0].name).select("setting", "gpu", bare="tokens")
         joined = frame.join(bare, on=["setting", "gpu"], how="left", maintain_order="left")
@@ -212,7 +219,7 @@ class Scaling:
         found = []
         for choice in self.choices:
             here = self.frontier.filter(
-                pl.col("setting") == "as it is", pl.col("choice") == choice.name, pl.col("tokens").is_not_null()
+                pl.col("setting") == AS_IT_IS, pl.col("choice") == choice.name, pl.col("tokens").is_not_null()
             )
             if here.height:
                 found.append((choice, here["gpu"][0], int(here["tokens"][0])))
@@ -249,7 +256,15 @@ class Scaling:
     @cached_property
     def sentences(self) -> tuple[str, ...]:
         """What limits the length, what moves it most, and what the figures leave out."""
-        said = (self._answer, self._fragments, *self._moves, self._layouts_said, *self._slopes, self._allowance)
+        said = (
+            self._answer,
+            *self._moves,
+            self._fragments,
+            self._sound,
+            self._layouts_said,
+            *self._slopes,
+            self._allowance,
+        )
         return tuple(filter(None, said))
 
     def _found(self, setting: str, choice: str) -> list[dict[str, Any]]:
@@ -262,14 +277,14 @@ class Scaling:
 
     @property
     def _answer(self) -> str:
-        said = " and ".join(_reach(row) for row in self._found("as it is", self._own.name))
+        said = " and ".join(_reach(row) for row in self._found(AS_IT_IS, self._own.name))
         return f"As it is ({self._own.recompute.label}), {self.workload.model.name} {said}."
 
     @property
     def _moves(self) -> Iterator[str]:
         for choice in self.choices:
             if choice != self._own:
-                rows = self._found("as it is", choice.name)
+                rows = self._found(AS_IT_IS, choice.name)
                 said = " and ".join(_reach(row) for row in rows)
                 replay = rows[0]["replay_share"]
                 length = self.workload.batch.seq_length
@@ -280,7 +295,7 @@ class Scaling:
     def _layouts_said(self) -> str:
         gpu = self._budgets[0].name
         here = self.frontier.filter(pl.col("choice") == self._own.name, pl.col("gpu") == gpu)
-        others = here.filter(~pl.col("setting").is_in(["as it is", "routing allowance"]), pl.col("tokens") > 0)
+        others = here.filter(~pl.col("setting").is_in([AS_IT_IS, "routing allowance"]), pl.col("tokens") > 0)
         if others.is_empty():
             return ""
         best = others.sort("tokens", descending=True, maintain_order=True).row(0, named=True)
@@ -312,10 +327,28 @@ class Scaling:
         if not stopped:
             return ""
         return (
-            "These are lengths whose blocks fit with their margin, for which expandable segments have room. Without "
-            f"them the caching allocator, which holds whole segments, runs out at {stopped} of the {found.height} "
-            "lengths found, and may at many shorter ones: its fragments follow no rule."
+            "These are lengths whose blocks fit with their margin, for which expandable segments have room. As it is "
+            "set the caching allocator, which holds whole segments, runs out of memory at "
+            f"{stopped} of the {found.height} lengths found, and may at shorter ones: its fragments follow no rule."
         )
+
+    @property
+    def _sound(self) -> str:
+        """Up to which lengths the allocator gets along too, where that is less."""
+        said = []
+        for choice in self.choices:
+            rows = [row for row in self._found(AS_IT_IS, choice.name) if row["tokens"]]
+            if any(row["sound"] != row["tokens"] for row in rows):
+                reach = " and ".join(
+                    f"at none on {row['gpu']}"
+                    if row["sound"] is None
+                    else f"up to {row['sound']:,} tokens on {row['gpu']}"
+                    for row in rows
+                )
+                said.append(f"under {choice.recompute.label} {reach}")
+        if not said:
+            return ""
+        return f"Of their sixteenths, tried from the half on, it gets along {'; '.join(said)}."
 
 
 def _reach(row: Mapping[str, Any]) -> str:
@@ -367,7 +400,8 @@ def longest(guide: Guide, budget_bytes: int) -> Longest:
         guide: of the workload, whose own length does not matter.
         budget_bytes: what a rank may allocate.
     """
-    unit, fits, fails, runs = guide.unit, 0, guide.most + 1, None
+    unit, fits, fails = guide.unit, 0, guide.most + 1
+    last: dict[int, BlockPeaks] = {}
     while fails - fits > max(1, fits // _FINENESS):
         # Where the guide points to what is known already, the next length that matters.
         count = min(max(guide.guess(budget_bytes), fits + max(1, fits // _FINENESS)), fails - 1)
@@ -377,10 +411,38 @@ def longest(guide: Guide, budget_bytes: int) -> Longest:
             covered = exactly_covered(case, peaks)
             guide.learn(count, covered)
             if covered <= budget_bytes:
-                fits, runs = count, all(each.runs_within(budget_bytes) for each in peaks.values())
+                fits, last = count, peaks
                 continue
         fails = count
+    runs = all(each.runs_within(budget_bytes) for each in last.values()) if last else None
     return Longest(fits * unit or None, fails * unit if fails <= guide.most else None, runs)
+
+
+def up_to(guide: Guide, budget_bytes: int, found: Longest) -> int | None:
+    """The longest tried length up to which the allocator, as it is set, gets along too; None: with none that was tried.
+
+    Tried are sixteenths of the longest length whose blocks fit, from its half upwards until one fails, or downwards
+    from there until one does not: fragments follow no rule, so nothing is said of lengths between them.
+    """
+    if found.tokens is None:
+        return None
+    parts = [found.tokens * part // _SIXTEENTHS // guide.unit * guide.unit for part in range(1, _SIXTEENTHS)]
+    lengths = sorted({each for each in parts if each})
+    half = len(lengths) // 2
+    best = None
+    for tokens in lengths[half:]:
+        if not _gets_along(guide.case, tokens, budget_bytes):
+            break
+        best = tokens
+    else:
+        return found.tokens if found.runs else best
+    shorter = (each for each in reversed(lengths[:half]) if _gets_along(guide.case, each, budget_bytes))
+    return next(shorter, None) if best is None else best
+
+
+def _gets_along(case: Workload, tokens: int, budget_bytes: int) -> bool:
+    here = with_length(case, tokens)
+    return here.can_run and all(each.runs_within(budget_bytes) for each in exact_peaks(here).values())
 
 
 def step(workload: Workload) -> int:
@@ -527,10 +589,12 @@ FRONTIER = {
     "tokens": pl.Int64,
     "too_long": pl.Int64,
     "runs": pl.Boolean,
+    "sound": pl.Int64,
     "replay_seconds": pl.Float64,
     "replay_share": pl.Float64,
 }
-"""`tokens`, `too_long`, `runs`: see `Longest`. Replay is that at the workload's own length. A last column `over_none`
+"""`tokens`, `too_long`, `runs`: see `Longest`. `sound`: see `up_to`; null in layouts other than the
+workload's own, in which it is not looked for. Replay is that at the workload's own length. A last column `over_none`
 is the length over that without recompute in the same setting on the same GPU."""
 GROWTH = {
     "choice": pl.String,

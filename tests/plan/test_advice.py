@@ -12,10 +12,12 @@ from labkit.ledger import MATERIAL
 from labkit.memory.outline import block, outline
 from labkit.plan import Advice, Budget, advise
 from labkit.plan.advised import Option
-from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exactly
+from labkit.plan.price import EVERY_LAYER, Priced, Pricer, exact_peaks, exactly
+from labkit.plan.ranking import Ranking
 from labkit.plan.space import other_settings, recompute_choices
+from labkit.plan.ways import longest_that_fits
 from labkit.study.matrix import Matrix
-from labkit.workload import RECOMPUTE_MODULES
+from labkit.workload import RECOMPUTE_MODULES, Recompute
 from labkit.workload.gpu import GPUS
 from labkit.workload.stages import fullest_stages
 from tests.small import MODEL
@@ -89,6 +91,21 @@ def test_what_does_not_fit_at_all_is_refused_with_what_would(moonlight: Workload
     assert activations.first is None
     assert any("fits with" in each or "tokens fit" in each for each in activations.sentences)
     assert all(option.fits is not False and option.setting for option in activations.settings)
+
+
+def test_shorter_sequences_fit_by_blocks_and_by_the_allocator_as_it_is_set(moonlight: Workload) -> None:
+    batch = moonlight.batch.model_copy(update={"seq_length": 2**18})
+    pricer = Pricer(moonlight.model_copy(update={"batch": batch}))
+    ranking = Ranking(Budget.of("h100-80gb"), [pricer.price(Recompute())], pricer.step_seconds)
+    found = longest_that_fits(ranking, EVERY_LAYER)
+    assert found is not None
+    # Of 64ths; the next one's blocks are too many.
+    assert found.fits.batch.seq_length == 217_088
+    assert found.runs is not None
+    assert found.runs.batch.seq_length < 0.75 * found.fits.batch.seq_length
+    for case, runs in ((found.fits, False), (found.runs, True)):
+        peaks = exact_peaks(case.model_copy(update={"recompute": EVERY_LAYER})).values()
+        assert all(each.runs_within(ranking.budget.bytes) for each in peaks) is runs
 
 
 def priced(workload: Workload) -> list[Priced]:

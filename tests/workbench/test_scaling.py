@@ -5,7 +5,7 @@ import pytest
 
 from labkit import estimate
 from labkit.plan import Budget
-from labkit.plan.price import exact_peaks, exactly_covered
+from labkit.plan.price import EVERY_LAYER, exact_peaks, exactly_covered
 from labkit.report.charts import scaling as charts
 from labkit.report.figure import Figure
 from labkit.report.prose import Prose
@@ -17,11 +17,13 @@ from labkit.workbench.scaling import (
     longest,
     own_length,
     step,
+    up_to,
     with_layers,
     with_layout,
     with_length,
 )
 from labkit.workload import Workload
+from labkit.workload.caching import AllocatorSettings
 from tests.memory.grid import workload
 
 GPU = "h100-80gb"
@@ -51,6 +53,27 @@ def test_a_longest_length_fits_and_the_next_does_not(moonlight: Workload) -> Non
         assert covered == held.peak_allocated_bytes + held.summary.margin_bytes
 
 
+def test_up_to_where_the_allocator_gets_along(moonlight: Workload) -> None:
+    budget = Budget.of(GPU)
+    every = moonlight.model_copy(update={"recompute": EVERY_LAYER})
+    guide = Guide(every, 2**18)
+    found = longest(guide, budget.bytes)
+    assert found.runs is False
+    sound = up_to(guide, budget.bytes, found)
+    assert sound is not None
+    assert found.tokens is not None
+    assert found.tokens / 2 - guide.unit < sound < 0.7 * found.tokens
+    following = found.tokens * (round(16 * sound / found.tokens) + 1) // 16 // guide.unit * guide.unit
+    for tokens, runs in ((sound, True), (following, False)):
+        peaks = exact_peaks(with_length(every, tokens)).values()
+        assert all(each.runs_within(budget.bytes) for each in peaks) is runs
+    training = every.training.model_copy(update={"allocator": AllocatorSettings(expandable_segments=True)})
+    expandable = Guide(every.model_copy(update={"training": training}), 2**18)
+    there = longest(expandable, budget.bytes)
+    assert there.runs
+    assert up_to(expandable, budget.bytes, there) == there.tokens
+
+
 def test_nothing_fits_too_small_a_gpu_and_the_search_ends_where_it_is_told(moonlight: Workload) -> None:
     guide = Guide(moonlight, 8192)
     assert longest(guide, 2**30).tokens is None
@@ -67,6 +90,11 @@ def test_the_frontier_is_of_every_layout_and_choice(small: Scaling) -> None:
     assert bare["replay_seconds"].to_list() == [0.0, 0.0]
     assert frame.filter(pl.col("choice") == "full uniform 1")["over_none"].min() > 1.3  # type: ignore[operator]
     assert "fits NVIDIA H100 80GB HBM3 up to" in small.sentences[0]
+    assert all(len(each) > 1 for each in small.sentences)
+    own = frame.filter(pl.col("setting") == "as it is")
+    assert (own["sound"] <= own["tokens"]).all()
+    assert own["sound"].null_count() == 0
+    assert frame.filter(pl.col("setting") != "as it is")["sound"].null_count() == len(small.choices)
 
 
 def test_what_fills_the_gpu_sums_to_the_covered_peak(small: Scaling) -> None:

@@ -108,7 +108,7 @@ def frontier(frame: pl.DataFrame) -> Figure:
     """The longest sequences that fit, by layout and GPU, under each choice.
 
     Args:
-        frame: setting, choice, gpu, tokens, too_long, runs, replay_share, over_none.
+        frame: setting, choice, gpu, tokens, too_long, runs, sound, replay_share, over_none.
     """
     names = display_labels(frame["choice"])
     rows = clean(
@@ -117,7 +117,7 @@ def frontier(frame: pl.DataFrame) -> Figure:
             choice=pl.col("choice").replace_strict(names),
             allocator=pl.when("runs").then(pl.lit("gets along")).otherwise(pl.lit("may run out: fragments")),
         ),
-        ["row", "setting", "gpu", "choice", "tokens", "too_long", "allocator", "replay_share", "over_none"],
+        ["row", "setting", "gpu", "choice", "tokens", "too_long", "allocator", "sound", "replay_share", "over_none"],
     )
     order = rows["row"].unique(maintain_order=True).to_list()
     present = list(names.values())
@@ -151,6 +151,21 @@ def frontier(frame: pl.DataFrame) -> Figure:
                 alt.Tooltip("over_none:Q", title="times that without recompute", format=".2f"),
                 alt.Tooltip("replay_share:Q", title="replay, of a step's least time", format=".1%"),
                 alt.Tooltip("allocator:N", title="caching allocator"),
+                alt.Tooltip("sound:Q", title="it gets along up to (tokens)", format=","),
+            ],
+        )
+    )
+    sound = (
+        alt.Chart()
+        .transform_filter("isValid(datum.sound) && datum.sound < datum.tokens")
+        .mark_tick(thickness=3, size=16)
+        .encode(
+            y=y,
+            x=alt.X("sound:Q", title="longest sequence that fits (tokens)"),
+            color=named_colour("choice", present),
+            tooltip=[
+                alt.Tooltip("choice:N", title="recompute"),
+                alt.Tooltip("sound:Q", title="the allocator gets along up to (tokens)", format=","),
             ],
         )
     )
@@ -164,8 +179,9 @@ def frontier(frame: pl.DataFrame) -> Figure:
     return Figure(
         "frontier",
         "The longest sequence whose estimated peak and margin fit a GPU, in tokens on a logarithmic scale, by layout "
-        "and recompute choice. A cross: not even the shortest fits.",
-        layered([points, nothing], rows, "How long sequences may be", len(order) * _ROW),
+        "and recompute choice. A bar: the longest tried up to which the caching allocator, as it is set, gets along "
+        "too. A cross: not even the shortest fits.",
+        layered([points, sound, nothing], rows, "How long sequences may be", len(order) * _ROW),
     )
 
 

@@ -30,14 +30,16 @@ def frontier(frame: pl.DataFrame) -> GT:
             "choice",
             pl.col("tokens").alias(f"tokens{place}"),
             pl.col("over_none").alias(f"over{place}"),
+            pl.col("sound").alias(f"sound{place}"),
             said.alias(f"note{place}"),
         )
         wide = wide.join(there, on=["setting", "choice"], how="left", maintain_order="left")
-    tokens, over, notes = ([f"{name}{place}" for place in range(len(gpus))] for name in ("tokens", "over", "note"))
+    names = ("tokens", "over", "sound", "note")
+    tokens, over, sound, notes = ([f"{name}{place}" for place in range(len(gpus))] for name in names)
     replay = ["replay_seconds", "replay_share"]
-    triples = list(zip(tokens, over, notes, strict=True))
+    groups = list(zip(tokens, over, sound, notes, strict=True))
     made = (
-        table(wide.select("setting", "choice", *chain.from_iterable(triples), *replay), "frontier")
+        table(wide.select("setting", "choice", *chain.from_iterable(groups), *replay), "frontier")
         .fmt(number(lambda times: f"{times:.2f}"), columns=over)
         .fmt(number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_seconds")
         .fmt(number(lambda share: f"{share * 100:.1f}"), columns="replay_share")
@@ -45,12 +47,12 @@ def frontier(frame: pl.DataFrame) -> GT:
         .tab_spanner("Replay per step, lower bound", columns=replay)
         .cols_label(setting="Layout", choice="Recompute", replay_seconds="ms", replay_share="% of step")
         .cols_align("left", columns=["setting", "choice", *notes])
-        .cols_align("right", columns=[*tokens, *over, *replay])
+        .cols_align("right", columns=[*tokens, *over, *sound, *replay])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["setting", *notes]))
     )
-    for (longest, times, note), gpu in zip(triples, gpus, strict=True):
-        made = made.tab_spanner(f"{gpu}, longest", columns=[longest, times, note])
-        made = made.cols_label({longest: "tokens", times: "times none's", note: "note"})
+    for (longest, times, along, note), gpu in zip(groups, gpus, strict=True):
+        made = made.tab_spanner(f"{gpu}, longest", columns=[longest, times, along, note])
+        made = made.cols_label({longest: "tokens", times: "times none's", along: "allocator up to", note: "note"})
     return made
 
 
