@@ -181,7 +181,9 @@ class Model(Part):
         """The layers of one depth of multi-token prediction (`get_gpt_mtp_block_spec`, `MultiTokenPredictionLayer`)."""
         if self.mtp_num_layers is None:
             return ()
-        return self.layers[-1:] if self.hybrid_layer_pattern is None else _kinds(self.pattern_depths[0])
+        if self.hybrid_layer_pattern is None:
+            return self.layers[-1:]
+        return _kinds(next(iter(self.pattern_depths), ""))  # without depths it is refused
 
     @cached_property
     def kinds(self) -> frozenset[LayerKind]:

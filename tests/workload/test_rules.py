@@ -111,6 +111,26 @@ def test_what_transformer_config_refuses_is_refused_in_its_name(workload: Worklo
     assert any(words in reason for reason in found), errors(workload)
 
 
+def test_instances_of_the_optimizer_divide_the_ranks_they_share() -> None:
+    """`parallel_state` for the dense parameters and for the experts; `DistributedDataParallel`."""
+    at = "training__data_parallel__"
+    field = "training.data_parallel.num_distributed_optimizer_instances"
+    sizes = small().parallelism
+    instances = sizes.dp * sizes.cp * 2
+    refused = errors(unchecked(**{f"{at}num_distributed_optimizer_instances": instances}))
+    assert [(who, where) for who, where, _ in refused] == [(Authority.PARALLEL_STATE, field)] * 2
+    whole = {f"{at}use_distributed_optimizer": False, f"{at}overlap_param_gather": False}
+    assert (Authority.DATA_PARALLEL, field, "only a distributed optimizer has instances") in errors(
+        unchecked(**whole, **{f"{at}num_distributed_optimizer_instances": 2})
+    )
+
+
+def test_a_pattern_without_depths_of_prediction_is_refused_in_words() -> None:
+    pattern = {"model__hybrid_layer_pattern": "M-", "model__mamba": {}, "model__mtp_num_layers": 1}
+    found = errors(unchecked(**DENSE, model__multi_latent_attention=None, **pattern))
+    assert any(where == "model.mtp_num_layers" and "0 depths" in reason for _, where, reason in found), found
+
+
 @pytest.mark.parametrize("labels", [["mlp"], ["core_attn"]])
 def test_labels_that_do_nothing_are_warned_about(labels: list[str]) -> None:
     pure = unchecked(
