@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from latex2mathml.converter import convert as mathml
@@ -28,14 +28,19 @@ from labkit.report.theme import vega_config
 ABOUT: Final = "labkit-report"
 """Name of the `meta` element that holds a report's heading as JSON, for `labkit.report.index`."""
 GENERATOR: Final = "labkit"
+_SHOWN_FACTS: Final = 3
+"""So many facts stand before the answer: the model, its layout and its batch, where one workload is asked about."""
 
 
 def render(notebook: NotebookNode, heading: Heading) -> str:
     """The report of an executed notebook (nbformat 4), its first-level headings left to `heading`."""
     contents: list[tuple[str, str]] = []
     markdown = MarkdownWithMath(renderer=_Markdown(contents))
-    blocks = [trusted(visible(block)) for cell in notebook.cells for block in _cell(cell, markdown, contents)]
-    blocks = _slim(blocks)
+    # What the notebook says of itself before its first figure is folded away: a report begins with its answer.
+    first = notebook.cells[:1]
+    opening = first if first and first[0].cell_type == "markdown" and "\n## " not in f"\n{first[0].source}" else []
+    introduction = _blocks(opening, markdown, contents)
+    blocks = _slim(_blocks(notebook.cells[len(opening) :], markdown, contents))
     script, bundle = asset("report.js"), vega_bundle()
     return page(
         "report.html.j2",
@@ -46,6 +51,8 @@ def render(notebook: NotebookNode, heading: Heading) -> str:
         title=visible(heading.title),
         description=visible(heading.description),
         facts=[{"name": visible(fact.name), "value": visible(fact.value)} for fact in heading.facts],
+        shown=_SHOWN_FACTS,
+        introduction=introduction,
         contents=[(identifier, visible(text)) for identifier, text in contents],
         blocks=blocks,
         themes=_json({"light": vega_config("light"), "dark": vega_config("dark")}),
@@ -99,6 +106,12 @@ class _Markdown(IPythonRenderer):  # type: ignore[misc]
 
     def block_math(self, body: str) -> str:
         return str(mathml(body, display="block"))
+
+
+def _blocks(
+    cells: Sequence[NotebookNode], markdown: MarkdownWithMath, contents: list[tuple[str, str]]
+) -> list[Markup]:
+    return [trusted(visible(block)) for cell in cells for block in _cell(cell, markdown, contents)]
 
 
 def _cell(cell: NotebookNode, markdown: MarkdownWithMath, contents: list[tuple[str, str]]) -> list[Markup]:

@@ -105,6 +105,14 @@ def test_it_is_one_small_file_with_its_facts(report: Report) -> None:
     assert page.count('class="lk-figure"') + page.count("<table") > 0
 
 
+def test_the_answer_is_on_the_first_screen(opened: Opened) -> None:
+    assert not opened.page.locator(".lk-about").evaluate("about => about.open")
+    ends = opened.page.locator("main .lk-lead p").evaluate_all(
+        "said => said.map(each => each.getBoundingClientRect().bottom + scrollY)"
+    )
+    assert not ends or ends[0] < 844
+
+
 def test_every_chart_is_drawn_and_nothing_is_too_wide(opened: Opened) -> None:
     _is_drawn(opened, "dark")
     opened.turn("light")
