@@ -83,8 +83,9 @@ charts.micro_batches(planning.micro_batches, planning.budget.bytes)
 tables.micro_batches(planning.micro_batches)
 
 # %% [markdown]
-# What is admitted shows bounds, which no estimate is above (by 0.1 to 2 % for large models); what does not fit shows
-# the estimate's own figures.
+# What is admitted shows bounds of the peak, with and without its margin, which no estimate is above (0.1 to 2 % below
+# for large models); what is reserved is an allowance for fragmentation, which an estimate's segments may exceed. What
+# does not fit shows the estimate's own figures.
 
 # %% [markdown]
 # ## What becomes of each length

@@ -60,7 +60,8 @@ tables.ranks(view.ranks(examined))
 # ## What the estimate says
 #
 # By formula, for the rank that holds most; it needs a file that says what was run: Megatron's block of arguments in the
-# log, a launch script, or a labkit workload.
+# log, a launch script, or a labkit workload. At a failure the recorded figure is what was allocated and what was asked
+# for together: what the rank needed at the least.
 
 # %%
 tables.beside(view.beside(examined))

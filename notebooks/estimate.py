@@ -110,7 +110,10 @@ tables.stages(anatomy.stages)
 # ## What recompute would change
 #
 # Replay is what backward runs again each step, at the speed the GPU's data sheet allows: a lower bound. Launches and
-# the host's work for each region come on top. The choices are priced on the stage that is fullest under each of them.
+# the host's work for each region come on top. The estimate counts each operation as if it were fused, a trace every
+# launch: a traced bound is as high or higher, and so is the step it is a share of. The choices are priced on the stage
+# that is fullest under each of them. *Not undercut*: of choices whose replay differs by less than 1 % of a step the one
+# with the fewest regions stands for all, so that another may lie a little lower or further left.
 
 # %%
 charts.trade(anatomy.choices, anatomy.limits)
@@ -119,6 +122,10 @@ charts.trade(anatomy.choices, anatomy.limits)
 tables.best_choices(anatomy.best_choices)
 
 # %% [markdown]
+# A price *within 1 or 2 %* is one in blocks of fresh segments, and so is the control that its saving is taken from.
+# That does not cancel the error: two such choices whose savings differ by less than 1 or 2 % of the peak are not told
+# apart. `labkit estimate` of the choice, or a study, does.
+#
 # Each label alone, against no recompute (tensors, to the byte). What it retains less does not lower the peak where the
 # peak is elsewhere: in the optimizer's step, or in a region that is run again.
 

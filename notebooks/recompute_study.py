@@ -49,8 +49,9 @@ tables.decision(results.decision)
 # of the same source. Step time is the change against the control, from where the column's head says. Replay is what
 # backward runs again each step, at the speed the GPU's data sheet allows: a lower bound, in ms and as a share of the
 # control's whole step at that speed. Launches, waiting and lost overlap come on top, and so does the host's work for
-# each region that is run again: where the host sets the pace, regions tell more than ms. The CUDA context, NCCL and
-# cached blocks of the allocator come on top of every peak.
+# each region that is run again: where the host sets the pace, regions tell more than ms. A trace counts every launch,
+# the estimate each operation as if it were fused: a traced bound is as high as an estimated one or higher, and so is
+# the step it is a share of. The CUDA context, NCCL and cached blocks of the allocator come on top of every peak.
 
 # %%
 prose.failures(results.cells)

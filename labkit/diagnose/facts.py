@@ -34,8 +34,11 @@ class Evidence(Part):
     def quote(cls, source: str, line: int | None, text: str, at: int = 0) -> "Evidence":
         """A line as it can be shown: printable, in one piece, cut to the part from character `at`."""
         start = max(0, at - 40) if at > LONGEST_QUOTE - 100 else 0
-        shown = " ".join(text[start : start + LONGEST_QUOTE].split())
+        shown = text[start : start + LONGEST_QUOTE]
         before, after = "... " if start else "", " ..." if len(text) > start + LONGEST_QUOTE else ""
+        # Whole words, where there are any.
+        shown = (shown.rpartition(" ")[0] if after else shown) or shown
+        shown = " ".join(((shown.partition(" ")[2] if before else shown) or shown).split())
         # Millions of them are made of a long log: nothing in it needs to be checked.
         return cls.model_construct(source=source, line=line, text=printable(f"{before}{shown}{after}"))
 

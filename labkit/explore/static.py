@@ -23,6 +23,8 @@ _PAGE = Markup(
     '<strong style="color: {ink}; font-size: 1.25em">{peak}</strong> '
     "allocated (estimated), in {phase} of step {iteration}, on rank {rank}{stage}. A margin of {margin} is set aside "
     "above it.</p>"
+    '<p style="margin: 0 0 0.5rem; color: {muted}">As the explorer stood when it was shown: what is picked later is '
+    "not kept here. Show it again for that.</p>"
     '<div role="img" aria-label="{described}" style="display: flex; height: 1.7rem; border-radius: 4px; '
     'overflow: hidden; background: {raised}">{segments}</div>'
     '<table style="margin-top: 0.6rem"><thead><tr><th scope="col">held by</th><th scope="col" style="{right}">GiB</th>'

@@ -108,9 +108,7 @@ class _Markdown(IPythonRenderer):  # type: ignore[misc]
         return str(mathml(body, display="block"))
 
 
-def _blocks(
-    cells: Sequence[NotebookNode], markdown: MarkdownWithMath, contents: list[tuple[str, str]]
-) -> list[Markup]:
+def _blocks(cells: Sequence[NotebookNode], markdown: MarkdownWithMath, contents: list[tuple[str, str]]) -> list[Markup]:
     return [trusted(visible(block)) for cell in cells for block in _cell(cell, markdown, contents)]
 
 

@@ -130,7 +130,8 @@ class _Starter:
         tried = "" if first is None or first.label == control.label else f"; it would try {first.label} first"
         yield from comment(
             f"labkit plan priced {self._advice.considered} choices for this model and layout and proposes these"
-            f"{tried}. Peaks are estimates, replay the least that running again takes."
+            f"{tried}. Peaks are estimates (~: within 1 or 2 %, so that smaller differences tell nothing until "
+            "they are traced), replay the least that running again takes."
         )
         yield "candidates:"
         options = {option.recompute: option for option in self._advice.options}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 _REPLAY = {"traced": "traced replay at the GPU's full speed", "estimated": "estimated replay time"}
+_NOTHING_SAVED = "next to nothing saved"
 _STEP = "the traced step at the GPU's full speed"
 
 
@@ -59,6 +60,8 @@ class _Choice:
     """Seconds a step beyond the control's."""
     price: str
     """The same in words, with its source."""
+    warnings: str
+    """Of its workload; they say why it saves nothing, where that is known."""
     verdict: str = ""
     rank: int | None = None
 
@@ -198,6 +201,7 @@ def _choices(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> list[_C
                 saved=row["saved_bytes"],
                 cost=milliseconds / 1e3,
                 price=price,
+                warnings=row["warnings"],
             )
         )
     return choices
@@ -234,7 +238,7 @@ def _by_efficiency(choices: Sequence[_Choice], evidence: str) -> list[str]:
     for choice in candidates:
         better = [other for other in savers if _undercuts(other, choice, margin)]
         if choice not in savers:
-            choice.verdict = "a higher peak than the control's" if choice.saved < -margin else "next to nothing saved"
+            choice.verdict = "a higher peak than the control's" if choice.saved < -margin else _NOTHING_SAVED
         elif better:
             cheapest = min(better, key=lambda other: other.cost)
             choice.verdict = f"dearer than {cheapest.label} and not materially lower"
@@ -251,7 +255,11 @@ def _by_efficiency(choices: Sequence[_Choice], evidence: str) -> list[str]:
         f"Try {best.label} first: it lowers the {evidence} peak from {_gib(control.peak)} to {_gib(best.peak)} "
         f"(-{_gib(best.saved)}) for {best.price}.",
         *(f"{choice.label} saves {_gib(choice.saved)} for {choice.price}." for choice in front[1:]),
-        *_alike((choice.label, choice.verdict) for choice in candidates if choice not in front),
+        *_alike(
+            (choice.label, choice.verdict)
+            for choice in candidates
+            if choice not in front and not (choice.warnings and choice.verdict == _NOTHING_SAVED)
+        ),
         *_floor(best, savers),
     ]
 

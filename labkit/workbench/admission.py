@@ -369,10 +369,11 @@ class Planning:
         """What a reader should take away."""
         rows = {row["policy"]: row for row in self.policies.iter_rows(named=True)}
         rule = rows[RULE]
+        alone = f"of {rule['over_peak']} the peak alone is more" if rule["over_peak"] else "no peak alone is more"
         said = [
             f"Of {_counted(rule['micro_batches'], 'micro-batch', 'micro-batches')} that the rule of thumb makes, "
-            f"{rule['over'] or 'none'} would need more than {gib(self.budget.bytes)} ({self.budget.name}), "
-            f"{rule['over_peak'] or 'none'} with the peak alone."
+            f"{rule['over'] or 'none'} would need more than {gib(self.budget.bytes)} ({self.budget.name}) with their "
+            f"margin and segments; {alone}."
         ]
         for name in self._admissions:
             row = rows[name]

@@ -9,7 +9,7 @@ from typing import Final
 import polars as pl
 
 from labkit.diagnose.beside import Beside
-from labkit.diagnose.case import outside_bytes
+from labkit.diagnose.case import outside_bytes, size
 from labkit.diagnose.diagnose import Examined
 from labkit.diagnose.facts import Evidence, OutOfMemory
 from labkit.diagnose.snapshot_compare import SnapshotComparison
@@ -100,6 +100,11 @@ def answer(examined: Examined) -> tuple[str, ...]:
     if first.remedies:
         remedy = first.remedies[0]
         said.append(remedy if remedy.startswith("Try ") else f"Try first: {remedy}")
+        if examined.case.too_low:
+            said.append(
+                f"It may not be enough: the failure shows the estimate to be too low by {size(examined.case.too_low)} "
+                "at least."
+            )
     return tuple(said)
 
 

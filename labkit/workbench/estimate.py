@@ -26,6 +26,9 @@ from labkit.workload.stages import differing_stages, stage_layers, warmup_passes
 _MARGIN: Final = "safety margin"
 _SHOWN_CHOICES: Final = 8
 _SENTENCE_PARTS: Final = 3
+_IN_WORDS: Final = {"allowance": "up to the router"}
+"""Certainties whose name is also that of a kind of routing, as a sentence has them."""
+
 _MEANINGS: Final = {
     "exact": "follows from the sizes, by the formula of Megatron's or Transformer Engine's code",
     "traced": "seen in a trace of that code",
@@ -121,7 +124,7 @@ class Anatomy:
     def _how_sure(self) -> str:
         peak = self.estimate.peak_allocated_bytes
         rows = self.certainty.filter(pl.col("certainty") != _MARGIN).select("certainty", "bytes").iter_rows()
-        said = ", ".join(f"{nbytes / peak:.1%} {certainty}" for certainty, nbytes in rows)
+        said = ", ".join(f"{nbytes / peak:.1%} {_IN_WORDS.get(certainty, certainty)}" for certainty, nbytes in rows)
         return f"By certainty the peak is {said}. {self._range}".rstrip()
 
     @property
@@ -136,8 +139,16 @@ class Anatomy:
         decided = " and ".join(gpu.name for gpu, (low, high) in zip(gpus, fit, strict=True) if low != high)
         return (
             f"It lies between {gib(span.low_bytes)} and {gib(span.high_bytes)} by what the workload does not state "
-            f"({', '.join(span.causes)}){f', which decides whether it fits {decided}' if decided else ''}."
+            f"({', '.join(span.causes)}){f', which decides whether it fits {decided}' if decided else ''}.{self._worst}"
         )
+
+    @property
+    def _worst(self) -> str:
+        """What the range leaves out."""
+        beyond = max(self.left_open.filter(pl.col("value") == "worst")["peak_allocated_bytes"].to_list(), default=None)
+        if beyond is None:
+            return ""
+        return f" The worst routing, every row to one rank, is a bound and no part of that range: {gib(beyond)}."
 
     @property
     def _reserved(self) -> str:

@@ -28,9 +28,10 @@ def recorded() -> Examined:
 
 
 def test_the_answer_is_the_cause_and_the_first_remedy(died: Examined) -> None:
-    first, *_, last = view.answer(died)
+    first, *_, last, caveat = view.answer(died)
     assert first.startswith("Capacity: Rank 3 asked for 1.27 GiB in forward of iteration 13, at megatron/core/")
     assert last.startswith("Try [moe_act] first: ")
+    assert caveat == "It may not be enough: the failure shows the estimate to be too low by 3.75 GiB at least."
 
 
 def test_every_finding_and_remedy_is_there(died: Examined) -> None:

@@ -75,7 +75,7 @@ def tradeoff(frame: pl.DataFrame) -> Figure | Prose:
         f"What each recompute choice saves of the {evidence} peak, in GiB, against what backward replays for it each "
         f"step, in ms ({clock}, a lower bound). Filled and joined: nothing saves as much for less. Hollow: something "
         f"does.{_left_out(relabelled(frame, labels))}",
-        layered(layers, rows, "Memory bought per replayed millisecond", 320).add_params(chosen),
+        layered(layers, rows, "Memory saved against time replayed", 320).add_params(chosen),
     )
 
 

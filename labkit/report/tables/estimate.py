@@ -201,7 +201,7 @@ def best_choices(frame: pl.DataFrame) -> GT:
             peak_allocated_bytes="allocated",
             covered_bytes="with margin",
             saved_bytes="saved",
-            retained_bytes="Retained, GiB",
+            retained_bytes="Retained (blocks), GiB",
             peak_phase="Peak in",
             price="Price",
         )

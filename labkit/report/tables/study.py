@@ -40,7 +40,6 @@ _CONTRACT = {
     "versions": "Versions",
     "environment": "Environment",
     "recorded": "Contract fields",
-    "lacking": "Without",
 }
 """Column heads of the contract table."""
 _ACCURACY = {
@@ -293,9 +292,10 @@ def contract(frame: pl.DataFrame) -> GT:
             pl.col("contract_lacking").replace("", NONE).alias("lacking"),
         )
     )
-    grouped = _known(grouped, "latest", "seconds", "steady_iterations", "versions", "environment")
+    lacking = grouped.select("source", "lacking").filter(pl.col("lacking") != NONE).unique(maintain_order=True)
+    grouped = _known(grouped.drop("lacking"), "latest", "seconds", "steady_iterations", "versions", "environment")
     wide = [name for name in ("candidates", "origin", "versions", "environment") if name in grouped.columns]
-    return (
+    shown = (
         table(grouped, "contract")
         .fmt(number(lambda seconds: f"{seconds:.1f}"), columns=[name for name in grouped.columns if name == "seconds"])
         .sub_missing(missing_text=NONE)
@@ -304,8 +304,10 @@ def contract(frame: pl.DataFrame) -> GT:
         .cols_align("right", columns=[name for name in grouped.columns if name in ("seconds", "steady_iterations")])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["outcome", "recorded"]))
         .tab_style(wrapped(11), loc.body(columns=wide))
-        .tab_style(style.css("min-width: 26em; white-space: normal"), loc.body(columns="lacking"))
     )
+    for source, fields in lacking.iter_rows():
+        shown = shown.tab_source_note(f"Contract fields that are not {source}: {fields}.")
+    return shown
 
 
 def _labelled(frame: pl.DataFrame) -> pl.DataFrame:
