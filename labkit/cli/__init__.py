@@ -28,6 +28,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     cls=Commands,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="What one rank of a Megatron Core job holds in GPU memory, and what to recompute.",
     epilog=examples(
         "labkit estimate moonlight-16b",

@@ -49,6 +49,8 @@ def lab(
     words = arguments or []
     folder, options = _folder(words), [word for word in words if word.startswith("-")]
     home = folder if (folder / _FIRST).is_file() else folder / "notebooks"
+    if home.exists() and not home.is_dir():
+        raise InputError(f"{home}: is a file, where the notebooks would go; give another folder")
     copied = list(bring_notebooks(home))
     if copied:
         warn(f"copied into {home}: {', '.join(copied)}")
@@ -79,9 +81,10 @@ def _folder(words: Sequence[str]) -> Path:
     named = [word for word in words if not word.startswith("-")]
     if len(named) > 1:
         raise InputError(f"{named[1]}: one folder is enough; give options of jupyter lab as --NAME=VALUE")
-    folder = Path(named[0] if named else ".")
-    if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder")
+    stated = named[0] if named else "."
+    folder = Path(stated)
+    if not stated or not folder.is_dir():
+        raise InputError(f"{stated[:200] or 'an empty name'}: there is no such folder")
     return folder.resolve()
 
 

@@ -29,11 +29,17 @@ def check_output(path: Path, *inputs: Path | str | None) -> None:
             raise InputError(f"{path}: is what the command reads; give the output another name")
 
 
+_LONGEST_WORD = 400
+"""Characters of a name that a sentence repeats: its beginning and end tell which it was."""
+
+
 def warn(sentence: str) -> None:
     """A sentence on stderr."""
     from labkit.console import printable
 
-    typer.echo(f"labkit: {printable(' '.join(sentence.split()))}", err=True)
+    half = _LONGEST_WORD // 2
+    words = (word if len(word) <= _LONGEST_WORD else f"{word[:half]}…{word[-half:]}" for word in sentence.split())
+    typer.echo(f"labkit: {printable(' '.join(words))}", err=True)
 
 
 def say(text: object) -> None:

@@ -18,6 +18,7 @@ from labkit.explore.static import static_html, static_text
 from labkit.explore.texts import as_python, as_yaml
 from labkit.explore.view import listed, picture, settled, theme
 from labkit.workload import Workload
+from labkit.workload.workload import shown
 
 _QUIET_SECONDS = 0.25
 """Without a change, before the ledger is written for a choice."""
@@ -35,7 +36,7 @@ class Explorer(anywidget.AnyWidget):
             first of these.
 
     Raises:
-        InputError: the workload cannot be read, or breaks a rule.
+        InputError: the workload is none, cannot be read, or breaks a rule.
 
     `workload` is the choice as it stands. Only the estimator runs; "confirm with a trace" starts a worker process.
     """
@@ -60,6 +61,8 @@ class Explorer(anywidget.AnyWidget):
     def __init__(self, workload: Workload | str | Path | None = None) -> None:
         given = Workload.load(workload) if isinstance(workload, str | Path) else workload
         if given is not None:
+            if not isinstance(given, Workload):
+                raise InputError(f"explorer: {shown(given)} is no workload; give one, its file, or the name of one")
             given.checked()
         self._starts = Starts(given)
         self._picked = Choice(self._starts.default)
@@ -150,8 +153,10 @@ class Explorer(anywidget.AnyWidget):
     def _told(self, state: dict[str, Any]) -> None:
         self.tracing = state
 
-    def _asked(self, _widget: object, content: Mapping[str, Any], _buffers: object) -> None:
-        """A button was pressed."""
+    def _asked(self, _widget: object, content: object, _buffers: object) -> None:
+        """A button was pressed, if the front end sent what its buttons do."""
+        if not isinstance(content, Mapping) or not isinstance(content.get("do"), str):
+            return
         what, confirmation = content.get("do"), self._confirmation
         assert confirmation is not None
         if what == "cancel":

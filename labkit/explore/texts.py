@@ -1,5 +1,6 @@
 """A workload as text to take along: a YAML file, or Python that makes it. Both give an equal workload again."""
 
+import re
 from functools import cache
 from pprint import pformat
 from typing import Any
@@ -10,10 +11,15 @@ from labkit.files import shipped
 from labkit.workload import Model, Workload
 from labkit.workload.files import data_directory, model_mapping
 
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
 
 def as_yaml(workload: Workload) -> str:
     """What `Workload.load` reads."""
-    return yaml.safe_dump(_mapping(workload), sort_keys=False, allow_unicode=True, width=120)
+    mapping = _mapping(workload)
+    text = yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True, width=120)
+    # Line ends other than \n that PyYAML writes as they are, and reads back folded or as \n: then as escapes.
+    return yaml.safe_dump(mapping, sort_keys=False, width=120) if _LINE_ENDS.search(text) else text
 
 
 def as_python(workload: Workload) -> str:

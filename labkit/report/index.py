@@ -2,7 +2,7 @@
 
 import os
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ _GENERATOR: Final = "labkit index"
 _HEAD_BYTES: Final = 2**19
 """A report says what it is in its first lines; more of a file is not read."""
 _LONGEST_VALUE: Final = 240
+_NEVER: Final = datetime.min.replace(tzinfo=UTC)
 _KEY_FACTS: Final = 8
 """What was run comes first in a heading; the report has the rest."""
 
@@ -39,7 +40,7 @@ def write_index(folder: Path) -> Path:
         raise InputError(f"{output}: was not written by labkit index, and stays as it is")
     found = [(path, _heading(path)) for path in sorted(folder.glob("*.html")) if path.name != INDEX]
     reports = [(path, heading) for path, heading in found if heading is not None]
-    reports.sort(key=lambda report: report[1].made_at, reverse=True)
+    reports.sort(key=lambda report: _instant(report[1].made_at), reverse=True)
     count = f"{len(reports)} report{'' if len(reports) == 1 else 's'}, the newest first."
     try:
         write_atomically(
@@ -86,11 +87,18 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONGEST_VALUE else line[: _LONGEST_VALUE - 1] + "…"
 
 
-def _moment(made_at: str) -> str:
+def _instant(made_at: str) -> datetime:
+    """When that was, in UTC; where no zone is stated it is that. Of a text that is no time, before all others."""
     try:
-        return f"{datetime.fromisoformat(made_at):%Y-%m-%d %H:%M} UTC"
-    except ValueError:
-        return ""
+        moment = datetime.fromisoformat(made_at)
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):  # the latter beyond the calendar's ends
+        return _NEVER
+
+
+def _moment(made_at: str) -> str:
+    moment = _instant(made_at)
+    return "" if moment == _NEVER else f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
 class _Head(HTMLParser):

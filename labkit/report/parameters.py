@@ -101,7 +101,7 @@ class Diagnosis(Parameters):
     """Files of one run, in any mix: logs, out-of-memory messages, memory snapshots, launch arguments, a workload."""
     world_size: PositiveInt | None = None
     """Ranks, where launch arguments do not say them."""
-    gpu: str | None = None
+    gpu: GpuName | None = None
     """The GPU, where no file says it (`h100-80gb`)."""
 
 

@@ -1,5 +1,7 @@
 """What one training step reads."""
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from labkit.workload.base import Many, Part
@@ -49,10 +51,10 @@ class Packed(Part):
 class Batch(Part):
     """Sizes of the batch."""
 
-    seq_length: int = Field(gt=0, le=2**32)
+    seq_length: Annotated[int, Field(gt=0, le=2**32)]
     """Rows of a packed batch where there is one: its tokens, padded to a multiple of the tensor-parallel ranks."""
-    micro_batch_size: PositiveInt = 1
-    global_batch_size: PositiveInt
+    micro_batch_size: Annotated[int, Field(gt=0, le=2**20)] = 1
+    global_batch_size: Annotated[int, Field(gt=0, le=2**40)]
     create_attention_mask_in_dataloader: bool = False
     """Every micro-batch brings a mask of `seq_length` squared bytes a sequence along, which causal kernels do not read;
     the forward step keeps it, and checkpoints around attention or layers do until their backward.

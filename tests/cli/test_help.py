@@ -49,6 +49,11 @@ def test_help_fits_80_columns_and_shows_one_to_four_examples(
         assert " ".join(words[:2]) in answer.stdout
 
 
+def test_the_short_form_is_the_same(labkit: Callable) -> None:
+    for path in ((), ("study", "run")):
+        assert labkit(*path, "-h").stdout == labkit(*path, "--help").stdout
+
+
 @pytest.mark.parametrize("path", EVERY, ids=" ".join)
 def test_examples_parse(path: tuple[str, ...]) -> None:
     for words in examples(path):

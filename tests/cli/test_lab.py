@@ -66,6 +66,7 @@ def test_options_of_jupyter_pass_and_root_is_let_in(tmp_path: Path, monkeypatch:
     ("arguments", "said"),
     [
         (("nowhere",), "nowhere: there is no such folder"),
+        (("",), "an empty name: there is no such folder"),
         ((".", ".."), "..: one folder is enough; give options of jupyter lab as --NAME=VALUE"),
         (("--port", "no"), "--port"),
     ],
@@ -75,6 +76,14 @@ def test_mistakes_are_one_sentence(labkit: Callable, arguments: tuple[str, ...],
     assert (answer.returncode, answer.stdout) == (2, "")
     assert said in answer.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_where_the_notebooks_would_go_stays(labkit: Callable, tmp_path: Path) -> None:
+    (tmp_path / "notebooks").write_text("mine")
+    answer = labkit("lab")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "notebooks: is a file, where the notebooks would go; give another folder" in answer.stderr
+    assert (tmp_path / "notebooks").read_text() == "mine"
 
 
 class Lab(NamedTuple):

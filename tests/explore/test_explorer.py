@@ -216,3 +216,17 @@ def test_a_trace_can_be_cancelled() -> None:
     time.sleep(0.2)
     assert [each["state"] for each in told.states].count("cancelled") == 1
     assert told.states[-1]["state"] == "cancelled", "what was under way says no more"
+
+
+@pytest.mark.parametrize("given", [5, [], {}, True, b"x"])
+def test_what_is_no_workload_is_one_sentence(given: Any) -> None:
+    with pytest.raises(InputError, match="is no workload; give one, its file, or the name of one"):
+        Explorer(given)
+
+
+@pytest.mark.parametrize("content", [None, 5, [], "trace", {}, {"do": []}, {"do": "dance"}])
+def test_a_message_that_no_button_sends_does_nothing(explorer: Explorer, content: Any) -> None:
+    before = explorer.picture
+    explorer._handle_custom_msg(content, [])
+    assert explorer.picture == before
+    assert explorer.tracing == {}

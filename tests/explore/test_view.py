@@ -22,7 +22,15 @@ LLAMA = Starts().workload("models/llama-3.1-70b")
 LLAMA = LLAMA.model_copy(
     update={"parallelism": LLAMA.parallelism.model_copy(update={"pipeline_model_parallel_size": 4})}
 )
-HOSTILE = ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "\u202edlihc", "w" * 200, "a\tb"]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>",
+    "\u202edlihc",
+    "w" * 200,
+    "a\tb",
+    "a\x85b: c",
+    "a\u2028b",
+]
 
 
 @pytest.mark.parametrize("workload", [MOONLIGHT, LLAMA], ids=["moonlight", "llama"])

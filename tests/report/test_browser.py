@@ -239,9 +239,11 @@ def _is_text(opened: Opened) -> None:
 
 
 def test_a_table_is_copied_as_plain_numbers_and_saved_as_csv(browser: Browser, tmp_path: Path) -> None:
-    formula = '=HYPERLINK("http://x")'
+    formula, wide = '=HYPERLINK("http://x")', "\uff1d1+1;=1"
     path = tmp_path / "report.html"
-    path.write_text(pages.report(frames.cells({formula: ("failed", "+1+1")})), encoding="utf-8")
+    path.write_text(
+        pages.report(frames.cells({formula: ("failed", "+1+1"), wide: ("failed", "-2;-3")})), encoding="utf-8"
+    )
     with Opened(browser, path) as opened:
         opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
         tools = opened.page.locator(".lk-output:has(#labkit-decision) + .lk-tools")
@@ -251,14 +253,16 @@ def test_a_table_is_copied_as_plain_numbers_and_saved_as_csv(browser: Browser, t
         with opened.page.expect_download() as download:
             tools.get_by_role("button", name="CSV").click()
         assert download.value.suggested_filename == "decision.csv"
-        saved = list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
+        text = Path(download.value.path()).read_text()
+    saved = list(csv.reader(io.StringIO(text)))
     head, control, first, *_ = (line.split("\t") for line in lines)
     assert saved == [line.split("\t") for line in lines]
     assert head[:5] == ["Recompute", "Try", "Fits", "Peak on one rank, GiB: estimated", "Peak on one rank, GiB: traced"]
     assert control[:5] == ["[]", "", "fits", "34.049", "34.175"]
     assert first[7] == "2.0", "a sign would make text of it"
     assert any(line.startswith(f"'{formula}\t") for line in lines)
-    assert not any(cell.startswith(("=", "+", "@")) for row in saved for cell in row)
+    assert f'"\'{wide}"' in text, "a spreadsheet that splits at semicolons keeps it whole"
+    assert not any(cell.startswith(("=", "+", "@", "\uff1d")) for row in saved for cell in row)
 
 
 def test_a_table_is_sorted_from_its_heads(desk: Opened) -> None:

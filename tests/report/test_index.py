@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three reports, one of them hostile, and much that is none."""
     folder = tmp_path_factory.mktemp("figures")
     write(folder, "old.html", "The old one", "2026-01-01T08:00:00+00:00")
-    write(folder, "new.html", "The new one", "2026-03-01T08:30:00+00:00")
-    write(folder, "java'script:\"a b.html", HOSTILE, "2026-02-01T08:00:00+00:00")
+    write(folder, "new.html", "The new one", "2026-02-28T22:30:00-10:00")
+    write(folder, "java'script:\"a b.html", HOSTILE, "2026-03-01T12:00:00+14:00")
     whole = (folder / "new.html").read_bytes()
     (folder / "half.html").write_bytes(whole[:250])
     (folder / "empty.html").write_bytes(b"")

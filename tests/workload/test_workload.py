@@ -75,6 +75,8 @@ def test_round_trips_through_plain_data(labels: set[str]) -> None:
         ("batch__global_batch_size", 3, "not a multiple of micro_batch_size x data-parallel ranks = 4"),
         ("batch__seq_length", "4096", "input should be a valid integer (got '4096')"),
         ("batch__seq_length", 0, "greater than 0"),
+        ("batch__micro_batch_size", 10**30, "less than or equal to 1048576"),
+        ("batch__global_batch_size", 10**30, "less than or equal to 1099511627776"),
         ("model__num_layers", 28, "it names 27 layers but num_layers is 28"),
         ("model__hiden_size", 1, "unknown key 'model.hiden_size'; did you mean 'hidden_size'?"),
         ("recompute__recompute_modules", ["moe_atc"], "did you mean 'moe_act'?"),

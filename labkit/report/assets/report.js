@@ -43,12 +43,12 @@ async function draw(figure, mode) {
 }
 
 // A cell that a spreadsheet would take for a formula begins with an apostrophe instead.
-const harmless = (text) => (/^[=+\-@\t\r]/.test(text) && !/^[+-]?[\d.]+(e[+-]?\d+)?$/i.test(text) ? `'${text}` : text);
+const harmless = (text) => (/^[=＝+＋\-－@＠\t\r]/.test(text) && !/^[+-]?[\d.]+(e[+-]?\d+)?$/i.test(text) ? `'${text}` : text);
 
 function toCsv(lines) {
   const quoted = (value) => {
     const text = harmless(String(value ?? ""));
-    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+    return /[",;\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   return lines.map((line) => line.map(quoted).join(",")).join("\r\n");
 }
