@@ -7,7 +7,7 @@ tensors are real. So every request for a tensor on CUDA is answered with a meta 
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MethodWrapperType, SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -127,6 +127,8 @@ class CudaAsMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if type(function) is MethodWrapperType:  # an attribute is read or set: most of all calls
+            return function(*args)
         if function is torch.device:
             return function(*args, **(kwargs or {}))
         if function is torch.Tensor.cuda:
@@ -145,8 +147,10 @@ class CudaAsMeta(TorchFunctionMode):
             return function(*args, **{**kwargs, "device": "cpu"}).to(META)
         if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], META, *args[2:])
-        if any(map(_is_cuda, args)):
-            args = tuple(META if _is_cuda(argument) else argument for argument in args)
+        for argument in args:
+            if _is_cuda(argument):
+                args = tuple(META if _is_cuda(each) else each for each in args)
+                break
         if function in _OF_DATA and kwargs and kwargs.get("device") is META and not isinstance(args[0], torch.Tensor):
             return _put(function, *args, **kwargs)
         return function(*args, **(kwargs or {}))

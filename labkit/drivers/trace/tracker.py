@@ -29,6 +29,7 @@ from labkit.allocator import EMPTY_CACHE
 from labkit.drivers.trace.cuda_surface import on_device
 from labkit.drivers.trace.origin import Maker, Origin
 from labkit.drivers.trace.patches import Replacement, installed
+from labkit.drivers.trace.shape_functions import ShapeFunctions
 from labkit.drivers.trace.work import WorkCounter
 from labkit.ledger import Moment, rounded
 from labkit.workload.gpu import GPUS
@@ -87,9 +88,15 @@ class StorageTracker(TorchDispatchMode):
         self.moments: list[Moment] = []
         self._living: dict[int, tuple[_Liveness, Allocation | None]] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
+        self._shape_functions = ShapeFunctions()
         self._fused = 0
         self._pending: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, ...], str, Maker]] = []
         """Storages made in the current fused region, with shape, dtype and maker."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """TorchDynamo compiles nothing here: it need neither be imported nor kept off each operator."""
+        return False
 
     def phase(self, iteration: int, name: str) -> None:
         """From here on the clock is in this phase."""
@@ -213,15 +220,21 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return function(*args, **(kwargs or {}))  # DTensor works out shapes
-        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
-            # Tensors made of others: their class runs operators on those, which come back here.
-            return NotImplemented
+        if types:
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                return function(*args, **(kwargs or {}))  # DTensor works out shapes
+            if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+                # Tensors made of others: their class runs operators on those, which come back here.
+                return NotImplemented
         self.before(function)
-        result = self.instead.get(function, function)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        instead = self.instead.get(function)
+        if instead is None:
+            result = self._shape_functions.run(function, args, kwargs)
+        else:
+            result = instead(*args, **kwargs)
         if self.work.counting:
-            self.work.operator(function, args, kwargs or {}, result)
+            self.work.operator(function, args, kwargs, result)
         if isinstance(result, torch.Tensor):
             if on_device(result):
                 self.seen(result, function)
