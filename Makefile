@@ -1,7 +1,7 @@
 # Everything runs from .venv, which `make env` makes: nothing need be installed first but a Python 3.12 or 3.13.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env report test faults pages differential admission grid accuracy cells jobs lab docs lint bench snapshots lock clean
+.PHONY: help env report test long faults pages differential admission grid accuracy cells jobs lab docs lint bench snapshots lock clean
 
 BIN := .venv/bin
 STUDY := data/studies/moonlight-16b.yaml
@@ -22,13 +22,17 @@ report: env  ## Run the Moonlight recompute study and render figures/moonlight-1
 # Tests start labkit hundreds of times: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A process that a hanging test has ended (faulthandler_timeout) is not started again, only to hang again.
 # One file's tests stay in one process: they share what their fixtures built. Files with slow tests come first (tests/conftest.py).
-test: env  ## Run all tests but most of the grid, the long loops of faults and the traces of documents (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-	    -m "not grid and not faults and not pages" --durations 25 $(PYTEST_ARGS)
+test: env  ## Run all tests but the long ones, most of the grid, loops of faults and the traces of documents (PYTEST_ARGS="-k name" for some)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	    -m "not long and not grid and not faults and not pages" --durations 25 $(PYTEST_ARGS)
+
+long: env  ## Run the tests of large workloads and of many seconds that `make test` leaves out
+	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 faults: env  ## Kill runners, workers and ranks at 50 random moments each, damage results at every byte (half an hour)
-	@$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m faults -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 pages: env  ## Run the commands of tutorial and how-to pages, those that trace too, against what they show
 	@$(BIN)/python -m pytest -m pages $(PYTEST_ARGS)

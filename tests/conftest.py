@@ -60,9 +60,7 @@ class _Remembering(TraceServer):
     def check(self, workload: Workload) -> None:
         self._server.check(workload)
 
-    def _run(
-        self, workload: Workload, stages: Mapping[int, tuple[int, ...]], on_phase: PhaseCallback | None
-    ) -> Trace:
+    def _run(self, workload: Workload, stages: Mapping[int, tuple[int, ...]], on_phase: PhaseCallback | None) -> Trace:
         key = workload, tuple(stages.items())
         if on_phase is not None or key not in self._traced:
             if len(self._traced) == _MOST_TRACES:

@@ -32,7 +32,7 @@ def reader() -> Iterator[MegatronReader]:
 @pytest.mark.parametrize(
     ("case", "most"),
     [
-        ("gpt/gpt3_7b_tp4_pp1_memory_speed/dev_dgx_h100", 0.0005),
+        pytest.param("gpt/gpt3_7b_tp4_pp1_memory_speed/dev_dgx_h100", 0.0005, marks=pytest.mark.long),
         ("gpt/gpt3_mcore_tp1_pp4/dev_dgx_h100", 0.001),  # Megatron Core's own layers
         ("gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor/dev_dgx_h100", 0.0005),  # Megatron-FSDP
         ("moe/gpt3_mcore_te_tp1_pp1_te_4experts_groupedGEMM_op_fuser/dev_dgx_h100", 0.002),

@@ -21,6 +21,12 @@ from tests.small import small
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def server(trace_server: TraceServer) -> TraceServer:
+    """The one that traces each time it is asked."""
+    return trace_server
+
+
 def running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
@@ -129,10 +135,10 @@ def test_a_hang_and_a_glutton_are_ended_at_their_limits_and_the_server_goes_on(
 
     assert mine.run(small()).peak_allocated_bytes > 0  # its imports are done
     with monkeypatch.context() as limited:
-        limited.setattr(mine, "_limits", Limits(seconds=20))
+        limited.setattr(mine, "_limits", Limits(seconds=10))
         with pytest.raises(Unfinished) as error:
             mine.run(small(), on_phase=hang)
-        said = "small: the trace was ended in forward: it took more than 20 s; give it a longer time limit"
+        said = "small: the trace was ended in forward: it took more than 10 s; give it a longer time limit"
         assert (str(error.value), error.value.outcome, error.value.phase) == (said, "timed_out", "forward")
         limited.setattr(mine, "_limits", Limits(memory_bytes=2**28))
         with pytest.raises(Unfinished, match=r"needed more than 0\.25 GiB of host memory; give it a higher") as error:
@@ -198,7 +204,7 @@ def test_a_trace_leaves_the_torch_and_megatron_of_its_process_as_they_were() -> 
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
-def test_closing_ends_what_runs(server: TraceServer) -> None:
+def test_closing_ends_what_runs() -> None:
     errors: list[WorkError] = []
     started = threading.Event()
     with TraceServer() as mine:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -28,67 +29,84 @@ TENSORS_GB = {
 """The same without allocator remainders and cuBLAS workspaces, from an independent trace over fake tensors."""
 
 
-@pytest.fixture(scope="module")
-def moonlight(server: TraceServer) -> dict[tuple[str, ...], Trace]:
+SHORT = ((), ("moe_act",))
+"""Labels that are traced in `make test`; a trace of Moonlight takes seconds."""
+LABELS = [
+    pytest.param(labels, marks=[] if labels in SHORT else pytest.mark.long, id="-".join(labels)) for labels in PEAKS_GB
+]
+
+Moonlight = Callable[[tuple[str, ...]], Trace]
+
+
+@pytest.fixture
+def moonlight(server: TraceServer) -> Moonlight:
+    """Moonlight's trace with given labels."""
     workload = Workload.load("data/workloads/moonlight-16b.yaml")
-    return {
-        labels: server.run(workload.with_recompute(recompute_granularity="selective", recompute_modules=list(labels)))
-        for labels in PEAKS_GB
-    }
+    return lambda labels: server.run(
+        workload.with_recompute(recompute_granularity="selective", recompute_modules=list(labels))
+    )
 
 
 @pytest.mark.slow
-def test_peaks_are_the_published_ones(moonlight: dict[tuple[str, ...], Trace]) -> None:
-    for labels, published in PEAKS_GB.items():
-        peak = moonlight[labels].peak_allocated_bytes / 1e9
-        assert abs(peak / published - 1) < 0.01, labels
-        difference, measured = peak - moonlight[()].peak_allocated_bytes / 1e9, published - PEAKS_GB[()]
-        assert abs(difference - measured) < 0.12, labels
-        assert difference * measured >= 0, labels
+@pytest.mark.parametrize("labels", LABELS)
+def test_peaks_are_the_published_ones(moonlight: Moonlight, labels: tuple[str, ...]) -> None:
+    published, peak = PEAKS_GB[labels], moonlight(labels).peak_allocated_bytes / 1e9
+    assert abs(peak / published - 1) < 0.01
+    difference, measured = peak - moonlight(()).peak_allocated_bytes / 1e9, published - PEAKS_GB[()]
+    assert abs(difference - measured) < 0.12
+    assert difference * measured >= 0
 
 
 @pytest.mark.slow
-def test_tensors_are_those_of_an_independent_trace(moonlight: dict[tuple[str, ...], Trace]) -> None:
+@pytest.mark.parametrize("labels", LABELS)
+def test_tensors_are_those_of_an_independent_trace(moonlight: Moonlight, labels: tuple[str, ...]) -> None:
     workspaces = 2 * 32 * MIB / 1e9
-    for labels, expected in TENSORS_GB.items():
-        peak = max(phase.peak_tensor_bytes for phase in moonlight[labels].summary.phases) / 1e9
-        assert peak - workspaces == pytest.approx(expected, abs=0.002), labels
+    peak = max(phase.peak_tensor_bytes for phase in moonlight(labels).summary.phases) / 1e9
+    assert peak - workspaces == pytest.approx(TENSORS_GB[labels], abs=0.002)
 
 
 @pytest.mark.slow
-def test_segments_are_those_of_the_estimate(moonlight: dict[tuple[str, ...], Trace]) -> None:
+@pytest.mark.parametrize("labels", SHORT)
+def test_segments_are_those_of_the_estimate(moonlight: Moonlight, labels: tuple[str, ...]) -> None:
     """Shared experts beside the dispatch have blocks of a stream of their own, in both."""
-    for labels in ((), ("moe_act",)):
-        traced = moonlight[labels].peak_reserved_bytes
-        assert estimate(moonlight[labels].workload).peak_reserved_bytes == pytest.approx(traced, rel=3e-3)
+    trace = moonlight(labels)
+    assert estimate(trace.workload).peak_reserved_bytes == pytest.approx(trace.peak_reserved_bytes, rel=3e-3)
+
+
+REPLAYS: dict[tuple[str, ...], int] = {
+    (): 0,
+    ("core_attn",): 27,
+    ("mla_up_proj",): 27,
+    ("mla_up_proj", "mlp"): 28,
+    ("moe_act",): 26,
+    ("layernorm", "moe_act"): 26 + 26 + 27,
+}
+"""Regions that backward replays."""
 
 
 @pytest.mark.slow
-def test_moonlights_labels_replay_what_they_name(moonlight: dict[tuple[str, ...], Trace]) -> None:
-    again = {labels: replay(trace.work) for labels, trace in moonlight.items()}
-    assert {labels: work.checkpoints for labels, work in again.items()} == {
-        (): 0,
-        ("core_attn",): 27,
-        ("mla_up_proj",): 27,
-        ("mla_up_proj", "mlp"): 28,
-        ("moe_act",): 26,
-        ("layernorm", "moe_act"): 26 + 26 + 27,
-    }
-    # 8 heads a rank, keys 192 wide and values 128, half of all pairs, 27 layers.
-    assert again["core_attn",].flops == 27 * 8 * 4096 * 4096 * (192 + 128)
-    assert again["moe_act",].flops == again["layernorm", "moe_act"].flops == 0
-    dense = again["mla_up_proj", "mlp"].flops - again["mla_up_proj",].flops
-    assert dense == 2 * 4096 * 3 * 2048 * 11264 // 2
-    # Queries, keys, values and output once.
-    assert again["core_attn",].hbm_bytes == 27 * 8 * 4096 * (2 * 192 + 2 * 128) * 2
-    step = total(moonlight[()].work).seconds
-    for labels, trace in moonlight.items():
-        assert total(trace.work).seconds - step == pytest.approx(again[labels].seconds, rel=1e-3)
+@pytest.mark.parametrize("labels", LABELS)
+def test_moonlights_labels_replay_what_they_name(moonlight: Moonlight, labels: tuple[str, ...]) -> None:
+    trace = moonlight(labels)
+    again = replay(trace.work)
+    assert again.checkpoints == REPLAYS[labels]
+    step = total(moonlight(()).work).seconds
+    assert total(trace.work).seconds - step == pytest.approx(again.seconds, rel=1e-3)
+    if labels == ("core_attn",):
+        # 8 heads a rank, keys 192 wide and values 128, half of all pairs, 27 layers.
+        assert again.flops == 27 * 8 * 4096 * 4096 * (192 + 128)
+        # Queries, keys, values and output once.
+        assert again.hbm_bytes == 27 * 8 * 4096 * (2 * 192 + 2 * 128) * 2
+    elif "moe_act" in labels:
+        assert again.flops == 0
+    elif "mlp" in labels:
+        dense = again.flops - replay(moonlight(("mla_up_proj",)).work).flops
+        assert dense == 2 * 4096 * 3 * 2048 * 11264 // 2
 
 
 @pytest.mark.slow
-def test_moonlight_holds_what_its_sizes_say(moonlight: dict[tuple[str, ...], Trace]) -> None:
-    held = moonlight[()].ledger.between_steps()
+def test_moonlight_holds_what_its_sizes_say(moonlight: Moonlight) -> None:
+    held = moonlight(()).ledger.between_steps()
 
     def total(kind: str) -> int:
         return sum(row.bytes for row in held.rows if row.kind == kind and row.lifetime == "state")

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import pytest
+
 from labkit.memory.layers.sizes import Sizes
 from labkit.memory.player import play
 from labkit.memory.script import Script
@@ -11,11 +13,12 @@ from labkit.workload import Workload
 from tests.memory.grid import NAMES, workload
 
 
-def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
-    """Over the whole grid in one process, each workload also at another length and half as wide in tensor ranks."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_a_shared_script_is_what_the_tape_plays_by_itself(every: int) -> None:
+    """Over the grid in one process, each workload also at another length and half as wide in tensor ranks."""
     seen: set[int] = set()
     shared = units = 0
-    for case in (each for name in NAMES for each in _near(workload(name))):
+    for case in (each for name in NAMES[::every] for each in _near(workload(name))):
         training = case.training
         fused = training.kernels.gradient_accumulation_fusion and training.runtime == "megatron"
         found = [unit for stage in range(case.parallelism.pp) for unit in _units(case, stage)]
@@ -37,9 +40,10 @@ def test_a_shared_script_is_what_the_tape_plays_by_itself() -> None:
     assert shared > units / 4
 
 
-def test_what_is_recorded_without_experts_is_the_same_with_them() -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_what_is_recorded_without_experts_is_the_same_with_them(every: int) -> None:
     """Layouts that differ in experts and data-parallel ranks alone share those tapes."""
-    for case in map(workload, NAMES):
+    for case in map(workload, NAMES[::every]):
         alone = Recorder(case, Sizes.of(case))
         for stage in range(case.parallelism.pp):
             units = [unit for chunk in alone.chunks(case.recompute, stage) for unit in chunk.units]

@@ -147,10 +147,8 @@ class CudaAsMeta(TorchFunctionMode):
             return function(*args, **{**kwargs, "device": "cpu"}).to(META)
         if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], META, *args[2:])
-        for argument in args:
-            if _is_cuda(argument):
-                args = tuple(META if _is_cuda(each) else each for each in args)
-                break
+        if any(map(_is_cuda, args)):
+            args = tuple(META if _is_cuda(argument) else argument for argument in args)
         if function in _OF_DATA and kwargs and kwargs.get("device") is META and not isinstance(args[0], torch.Tensor):
             return _put(function, *args, **kwargs)
         return function(*args, **(kwargs or {}))

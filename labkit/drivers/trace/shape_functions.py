@@ -1,8 +1,8 @@
 """What PyTorch's shape functions answered, remembered: many are written in Python and take half a millisecond a call.
 
-A shape function (an operator's kernel for the meta device) knows nothing of a tensor but its sizes, strides and dtype, so
-arguments alike have results alike. Remembered is only what can be made again exactly: one new tensor, whose storage is
-no larger than its strides ask for, or the first argument, unchanged.
+A shape function (an operator's kernel for the meta device) knows nothing of a tensor but its sizes, strides and dtype,
+so arguments alike have results alike. Remembered is only what can be made again exactly: one new tensor, whose storage
+is no larger than its strides ask for, or the first argument, unchanged.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class ShapeFunctions:
 
 
 def _is_slow(function: Any) -> bool:
-    """Whether its shape function is Python's, and all it changes or returns is its first argument or new."""
+    """Whether its shape function is Python's, and what it returns is new or its first argument."""
     if not isinstance(function, torch._ops.OpOverload) or torch._C.DispatchKey.Meta not in function.py_kernels:
         return False
     schema = function._schema

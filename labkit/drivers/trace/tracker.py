@@ -229,10 +229,7 @@ class StorageTracker(TorchDispatchMode):
         self.before(function)
         kwargs = kwargs or {}
         instead = self.instead.get(function)
-        if instead is None:
-            result = self._shape_functions.run(function, args, kwargs)
-        else:
-            result = instead(*args, **kwargs)
+        result = instead(*args, **kwargs) if instead else self._shape_functions.run(function, args, kwargs)
         if self.work.counting:
             self.work.operator(function, args, kwargs, result)
         if isinstance(result, torch.Tensor):
