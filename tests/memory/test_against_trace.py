@@ -1,6 +1,6 @@
 """The estimate against a trace of the real Megatron code: every phase, static and retained bytes apart.
 
-Neither side knows the other; each pipeline stage is compared. Every thirty-second case of a family runs in `make test`; the
+Neither side knows the other; each pipeline stage is compared. One case of a family in 32 runs in `make test`; the
 others carry the marker `grid`, and `make grid` runs all of them.
 """
 
