@@ -61,18 +61,17 @@ class Words(NamedTuple):
 
     def _proposal(self, first: Priced) -> Iterator[Said]:
         ranking, control = self.ranking, self.ranking.control
+        said = control.workload.recompute.said
         if first is control:
             state = self._state(control)
             no_other = "no choice saves more"
-            yield Said(
-                f"Run it as it is, {control.label}: {state} fits {self._allowed}, and {no_other}.", proposes=True
-            )
+            yield Said(f"Run it as it is, {said}: {state} fits {self._allowed}, and {no_other}.", proposes=True)
             return
         share = first.replay.seconds / ranking.step_seconds
         cost = f"its replay takes at least {_ms(first)} a step, {share:.1%} of the least that a step takes"
         if not ranking.fits(control):
             short = f"{self._state(control)}, {self._too_much(control)}"
-            yield Said(f"As it is, {control.label}, it does not fit {self._allowed}: {short}.")
+            yield Said(f"As it is, {said}, it does not fit {self._allowed}: {short}.")
             cheapest = f"{self._state(first)}, the cheapest choice that fits; {cost}"
             yield Said(f"Try {first.label} first: {cheapest}.", proposes=True)
         elif control.replay.seconds > first.replay.seconds + ranking.tie_seconds:
@@ -80,7 +79,7 @@ class Words(NamedTuple):
             text = f"Try {first.label} first: {self._state(first)} fits {self._allowed} with {less}."
             yield Said(text, proposes=True)
         else:
-            yield Said(f"As it is, {control.label}, it fits {self._allowed}: {self._state(control)}.")
+            yield Said(f"As it is, {said}, it fits {self._allowed}: {self._state(control)}.")
             saved = gib(ranking.exact(control).peak_bytes - ranking.exact(first).peak_bytes)
             yield Said(f"Try {first.label} first where memory is wanted: it saves {saved}; {cost}.", proposes=True)
         if fragmentation := ranking.fragmentation(first):

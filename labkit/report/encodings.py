@@ -125,7 +125,7 @@ def category_colour_scale(present: list[str]) -> alt.Color:
     numbers = literal({name: category_number(name) for name in present})
     return alt.Color(
         "category:N",
-        title="held by (a category has one number in all charts)",
+        title="held by (one number in all charts)",
         scale=alt.Scale(domain=present, range=[category_colour(name) for name in present]),
         legend=alt.Legend(
             orient="bottom",

@@ -187,7 +187,10 @@ def vega_config(mode: Mode) -> dict[str, Any]:
             "titleFontWeight": "normal",
             "labelLimit": 200,
             "symbolStrokeWidth": 1.5,
+            "titleLimit": 240,
             "columns": 3,
+            # From the chart's edge, not from where the axis ends: on a phone long entries have room there.
+            "layout": {"top": {"anchor": "start", "bounds": "full"}, "bottom": {"anchor": "start", "bounds": "full"}},
         },
         "style": {
             "note": {"color": palette.muted, "fontSize": 11},

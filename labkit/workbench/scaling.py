@@ -278,7 +278,7 @@ class Scaling:
     @property
     def _answer(self) -> str:
         said = " and ".join(_reach(row) for row in self._found(AS_IT_IS, self._own.name))
-        return f"As it is ({self._own.recompute.label}), {self.workload.model.name} {said}."
+        return f"As it is ({self._own.recompute.said}), {self.workload.model.name} {said}."
 
     @property
     def _moves(self) -> Iterator[str]:
@@ -345,7 +345,7 @@ class Scaling:
                     else f"up to {row['sound']:,} tokens on {row['gpu']}"
                     for row in rows
                 )
-                said.append(f"under {choice.recompute.label} {reach}")
+                said.append(f"under {choice.name} {reach}")
         if not said:
             return ""
         return f"Of their sixteenths, tried from the half on, it gets along {'; '.join(said)}."

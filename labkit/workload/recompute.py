@@ -51,3 +51,9 @@ class Recompute(Part):
         if self.recompute_granularity == "full":
             return f"full {self.recompute_method} {self.recompute_num_layers}"
         return f"[{', '.join(sorted(self.modules))}]"
+
+    @property
+    def said(self) -> str:
+        """The label within a sentence, where the names of nothing (`none`, `[]`) would not read."""
+        nothing = self.recompute_granularity != "full" and not self.modules
+        return "nothing recomputed" if nothing else self.label

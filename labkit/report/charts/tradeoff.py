@@ -33,7 +33,12 @@ def tradeoff(frame: pl.DataFrame) -> Figure | Prose:
         pl.when("is_control").then(pl.lit("control")).when(pl.col("rank") == 1).then(pl.lit("try first")).alias("role"),
     )
     placed = placed.sort("replay_ms", "saved_gib", maintain_order=True).with_columns(
-        (pl.col("unbeaten").cast(pl.Int64).cum_sum(reverse=True).over("setting") % 2).alias("tier"),
+        pl.when(pl.col("unbeaten").cast(pl.Int64).cum_sum(reverse=True).over("setting") % 2 == 1)
+        .then(pl.lit("above"))
+        .when(pl.col("saved_gib") > 0.15 * pl.col("saved_gib").max().over("setting"))
+        .then(pl.lit("below"))
+        .otherwise(pl.lit("over"))
+        .alias("tier"),
         (pl.col("replay_ms") > 0.6 * pl.col("replay_ms").max()).over("setting").alias("late"),
     )
     if placed.is_empty():
@@ -87,18 +92,22 @@ def _scale(values: pl.Series) -> alt.Scale:
 
 
 def _names(points: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Above each choice that nothing beats its name, nearer and farther in turn; on a phone the first to try alone."""
+    """At each choice that nothing beats its name, above and below in turn; on a phone the first to try alone.
+
+    What lies to the right saves more: a name below its point keeps clear of its neighbour's. Near zero, where the
+    axis is below, it stands farther above instead.
+    """
     said = points.transform_filter("datum.unbeaten && (width > 420 || datum.role)").transform_calculate(
         text="datum.role === 'control' ? 'control' : datum.role ? datum.candidate + ' (' + datum.role + ')' : "
         "datum.candidate"
     )
     return [
-        said.transform_filter(f"datum.late === {late} && datum.tier === {tier}")
+        said.transform_filter(f"datum.late === {late} && datum.tier === '{tier}'")
         .mark_text(style="note", align=align, dx=dx, dy=dy, limit=260)
         .encode(x=x, y=y, text="text:N")
         .properties(name=f"note_{align}_{tier}")
         for late, (align, dx) in zip(("false", "true"), SIDES, strict=True)
-        for tier, dy in ((1, -11), (0, -24))
+        for tier, dy in (("above", -11), ("below", 15), ("over", -25))
     ]
 
 

@@ -3,7 +3,7 @@
 import polars as pl
 from great_tables import GT, loc, style
 
-from labkit.report.tables.look import NONE, number, table
+from labkit.report.tables.look import NONE, counted, number, table
 from labkit.workload.gpu import GIB
 
 _MOST_MICRO_BATCHES = 24
@@ -91,6 +91,7 @@ def micro_batches(frame: pl.DataFrame) -> GT:
         table(shown, "micro-batches")
         .tab_spanner("Tokens", columns=["packed_tokens", "logical_tokens", "longest"])
         .tab_spanner("Estimated, GiB", columns=sizes)
+        .fmt(number(counted), columns=counts)
         .fmt(number(lambda nbytes: f"{nbytes / GIB:.2f}"), columns=sizes)
         .sub_missing(missing_text=NONE)
         .cols_label(
@@ -161,12 +162,14 @@ def boundary(frame: pl.DataFrame) -> GT:
         found = own.select("sharing", "length", *(each.alias(name) for name, each in columns.items()))
         shown = shown.join(found, on=["sharing", "length"], how="left", maintain_order="left")
         spans[policy] = list(columns)
+    numbers = ["length", *(name for name in heads if not name.startswith("fits"))]
     made = table(shown, "boundary").cols_label(sharing="Of each", length="Tokens of each", **heads)
     for policy, names in spans.items():
         made = made.tab_spanner(policy.capitalize(), columns=names)
     return (
-        made.sub_missing(missing_text=NONE)
+        made.fmt(number(counted), columns=numbers)
+        .sub_missing(missing_text=NONE)
         .cols_align("left", columns=["sharing", *(name for name in heads if name.startswith("fits"))])
-        .cols_align("right", columns=["length", *(name for name in heads if not name.startswith("fits"))])
+        .cols_align("right", columns=numbers)
         .tab_style(style.css("white-space: nowrap"), loc.body(columns=["sharing", *heads]))
     )

@@ -154,7 +154,7 @@ def stages(frame: pl.DataFrame) -> GT:
     shown = frame.drop("is_shown").with_columns(pl.col("parameters") / 10**6, pl.col("layers").replace("", NONE))
     return (
         _sized(table(shown, "stages"), sizes)
-        .fmt(number(lambda millions: f"{millions:.1f}"), columns="parameters")
+        .fmt(number(lambda millions: f"{millions:,.1f}"), columns="parameters")
         .cols_label(
             stages="Stage",
             ranks="First rank",

@@ -1,7 +1,8 @@
 """One look for all tables.
 
 Cells hold bare numbers with a plain minus sign and their unit in the column's head, so that a table pasted into a
-spreadsheet arrives as numbers. Column heads say where a figure comes from.
+spreadsheet arrives as numbers (a report's Copy and CSV leave out the commas of thousands). Column heads say where a
+figure comes from.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,11 @@ NONE: Final = "–"
 def number[T: (int, float)](text: Callable[[T], str]) -> Callable[[T | None], str]:
     """A column's formatter: `text` of its values, a dash where there is none."""
     return lambda value: NONE if value is None else text(value)
+
+
+def counted(value: float) -> str:
+    """A whole number, its thousands apart."""
+    return f"{value:,.0f}"
 
 
 def signed(value: float, decimals: int) -> str:

@@ -4,7 +4,7 @@ import polars as pl
 from great_tables import GT, loc, style
 
 from labkit.report.data import display_labels
-from labkit.report.tables.look import NONE, number, signed, table
+from labkit.report.tables.look import NONE, counted, number, signed, table
 from labkit.workload.gpu import GIB
 
 _MOST_RANKS = 8
@@ -47,12 +47,12 @@ def rows(frame: pl.DataFrame) -> GT:
     Args:
         frame: `labkit.workbench.routing.ROWS`.
     """
-    counted = ["sent", "to_busiest", "received"]
+    counts = ["sent", "to_busiest", "received"]
     return (
         table(_labelled(frame), "rows")
-        .tab_spanner("Rows of one micro-batch and layer", columns=[*counted, "per_expert"])
+        .tab_spanner("Rows of one micro-batch and layer", columns=[*counts, "per_expert"])
         .fmt(number(lambda over: f"{over:.3f}"), columns="over_even")
-        .fmt(number(lambda count: f"{count:.0f}"), columns="per_expert")
+        .fmt(number(counted), columns=[*counts, "per_expert"])
         .sub_missing(missing_text=NONE)
         .cols_label(
             plan="Rows",
@@ -65,7 +65,7 @@ def rows(frame: pl.DataFrame) -> GT:
             per_expert="each of its experts, if alike",
         )
         .cols_align("left", columns=["plan", "basis"])
-        .cols_align("right", columns=["layer", "over_even", *counted, "per_expert"])
+        .cols_align("right", columns=["layer", "over_even", *counts, "per_expert"])
         .tab_style(style.css("white-space: nowrap"), loc.body(columns="basis"))
     )
 

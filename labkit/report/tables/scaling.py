@@ -5,7 +5,7 @@ from itertools import chain
 import polars as pl
 from great_tables import GT, loc, style
 
-from labkit.report.tables.look import NONE, number, table, wrapped
+from labkit.report.tables.look import NONE, counted, number, table, wrapped
 from labkit.workload.gpu import GIB, MIB
 
 
@@ -40,6 +40,7 @@ def frontier(frame: pl.DataFrame) -> GT:
     groups = list(zip(tokens, over, sound, notes, strict=True))
     made = (
         table(wide.select("setting", "choice", *chain.from_iterable(groups), *replay), "frontier")
+        .fmt(number(counted), columns=[*tokens, *sound])
         .fmt(number(lambda times: f"{times:.2f}"), columns=over)
         .fmt(number(lambda seconds: f"{seconds * 1e3:.2f}"), columns="replay_seconds")
         .fmt(number(lambda share: f"{share * 100:.1f}"), columns="replay_share")
@@ -71,14 +72,14 @@ def growth(frame: pl.DataFrame) -> GT:
     made = (
         table(shown, "growth")
         .fmt(number(lambda nbytes: f"{nbytes / GIB:.3f}"), columns=held)
-        .fmt(number(lambda mib: f"{mib:.1f}"), columns=slopes)
+        .fmt(number(lambda mib: f"{mib or 0.0:,.1f}"), columns=slopes)
         .sub_missing(missing_text=NONE)
         .cols_label({"category": "Held by, estimated"} | dict.fromkeys(held, "GiB"))
-        .cols_label(dict.fromkeys(slopes, "MiB per 1024 tokens"))
+        .cols_label(dict.fromkeys(slopes, "MiB per 1,024 tokens"))
         .cols_align("right", columns=[*held, *slopes])
     )
     for place, row in enumerate(ends.iter_rows(named=True)):
-        head = f"{row['choice']}, {row['tokens']} tokens on {row['gpu']}"
+        head = f"{row['choice']}, {row['tokens']:,} tokens on {row['gpu']}"
         made = made.tab_spanner(head, columns=[f"bytes{place}", f"slope{place}"])
     return made
 

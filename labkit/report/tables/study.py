@@ -239,7 +239,7 @@ def ranks(frame: pl.DataFrame) -> GT | Prose:
     )
     return (
         table(shown, "ranks")
-        .fmt(number(lambda millions: f"{millions:.1f}"), columns="parameters")
+        .fmt(number(lambda millions: f"{millions:,.1f}"), columns="parameters")
         .fmt(number(lambda gib: f"{gib:.3f}"), columns=sizes)
         .sub_missing(missing_text=NONE)
         .cols_label(
