@@ -189,8 +189,8 @@ def vega_config(mode: Mode) -> dict[str, Any]:
             "symbolStrokeWidth": 1.5,
             "titleLimit": 240,
             "columns": 3,
-            # From the chart's edge, not from where the axis ends: on a phone long entries have room there.
-            "layout": {"top": {"anchor": "start", "bounds": "full"}, "bottom": {"anchor": "start", "bounds": "full"}},
+            # On a phone long entries have room to the left of where the plot begins.
+            "layout": {"top": {"anchor": {"signal": "width < 200 ? 'end' : 'start'"}}},
         },
         "style": {
             "note": {"color": palette.muted, "fontSize": 11},
