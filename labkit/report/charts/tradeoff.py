@@ -107,7 +107,7 @@ def _names(points: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
         .encode(x=x, y=y, text="text:N")
         .properties(name=f"note_{align}_{tier}")
         for late, (align, dx) in zip(("false", "true"), SIDES, strict=True)
-        for tier, dy in (("above", -11), ("below", 15), ("over", -25))
+        for tier, dy in (("above", -11), ("below", 23), ("over", -25))
     ]
 
 
