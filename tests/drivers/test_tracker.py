@@ -206,3 +206,16 @@ def test_peak_and_live_bytes_agree_with_torchs_own_memory_tracker() -> None:
     assert our_peak > 2**20
     assert abs(our_live - their_live) < 0.01 * 2**20
     assert abs(our_peak - their_peak) < 0.01 * 2**20
+
+
+def test_what_a_shape_function_answered_under_another_default_dtype_is_not_remembered() -> None:
+    whole = torch.ones(8, 6, dtype=torch.int64, device="meta")
+    before, found = torch.get_default_dtype(), []
+    with StorageTracker(Origin()):
+        try:
+            for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+                torch.set_default_dtype(dtype)
+                found.append(((whole / whole).dtype, torch.sigmoid(whole).dtype))
+        finally:
+            torch.set_default_dtype(before)
+    assert found == [(torch.float32,) * 2, (torch.bfloat16,) * 2] * 2

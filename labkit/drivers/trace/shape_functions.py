@@ -1,8 +1,9 @@
 """What PyTorch's shape functions answered, remembered: many are written in Python and take half a millisecond a call.
 
 A shape function (an operator's kernel for the meta device) knows nothing of a tensor but its sizes, strides and dtype,
-so arguments alike have results alike. Remembered is only what can be made again exactly: one new tensor, whose storage
-is no larger than its strides ask for, or the first argument, unchanged.
+and of PyTorch's state the default dtype, so that arguments alike have results alike. Remembered is only what can be
+made again exactly: one new tensor, whose storage is no larger than its strides ask for, or the first argument,
+unchanged.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def _is_slow(function: Any) -> bool:
 
 def _key(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All that a shape function can see of its arguments; None where that is more than is looked at here."""
-    seen: list[Any] = [function]
+    seen: list[Any] = [function, torch.get_default_dtype()]
     for argument in args:
         if type(argument) in _PLAIN:
             # Numbers that Python gave may be tensors without dimensions, which promote no dtype.
