@@ -26,6 +26,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from labkit.errors import InputError
 from labkit.ledger import UNIT, rounded
 from labkit.workload.caching import DEFAULT, AllocatorSettings
 from labkit.workload.gpu import GIB, GPUS, MIB
@@ -480,9 +481,17 @@ def simulate(
 
 
 def simulate_unlimited(events: Sequence[tuple[int, int]], streams: Sequence[int], training: Training) -> Simulated:
-    """Replay a rank's events with its allocator's settings as if the GPU had room for whatever is asked for."""
+    """Replay a rank's events with its allocator's settings as if the GPU had room for whatever is asked for.
+
+    Raises:
+        InputError: it is asked for more than an address can tell.
+    """
     gpu_bytes = GPUS[training.gpu].total_memory_bytes
-    return simulate(events, streams, training.allocator, device_bytes=gpu_bytes, limited=False)
+    try:
+        return simulate(events, streams, training.allocator, device_bytes=gpu_bytes, limited=False)
+    except OutOfMemory as failed:
+        asked = f"the rank asks for {failed.requested_bytes / GIB:.3g} GiB at once"
+        raise InputError(f"{asked}, which no GPU can address; make micro-batches or sequences smaller") from None
 
 
 def simulate_training(

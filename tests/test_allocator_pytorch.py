@@ -106,7 +106,11 @@ def simulated(settings: AllocatorSettings, case: Requests) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.label)
+@pytest.mark.parametrize(
+    "settings",
+    [*SETTINGS[:3], *(pytest.param(each, marks=pytest.mark.long) for each in SETTINGS[3:])],
+    ids=lambda settings: settings.label,
+)
 def test_every_request_does_what_it_does_in_pytorch(cuda: Path, settings: AllocatorSettings) -> None:
     draw = random.Random(settings.label)  # noqa: S311
     cases = [requests(draw) for _ in range(8)]

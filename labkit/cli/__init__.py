@@ -150,15 +150,24 @@ def _run(arguments: list[str]) -> int:
             return 0
         code = app(arguments, prog_name="labkit", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has left: the interpreter's last flush must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has left
+        _write_no_more()
         return 1
     except Exception as error:  # noqa: BLE001 (the last resort: a bug of ours must read as one)
-        return _fail(error)
+        failed = _fail(error)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _write_no_more()
+        return failed
     if code == _INTERRUPTED:
         typer.echo("labkit: interrupted", err=True)
     return code if isinstance(code, int) else 0
+
+
+def _write_no_more() -> None:
+    """What standard output did not take goes nowhere: the interpreter's last flush must not complain about it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: Exception) -> int:

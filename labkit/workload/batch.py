@@ -53,8 +53,8 @@ class Batch(Part):
 
     seq_length: Annotated[int, Field(gt=0, le=2**32)]
     """Rows of a packed batch where there is one: its tokens, padded to a multiple of the tensor-parallel ranks."""
-    micro_batch_size: Annotated[int, Field(gt=0, le=2**20)] = 1
-    global_batch_size: Annotated[int, Field(gt=0, le=2**40)]
+    micro_batch_size: Annotated[int, Field(gt=0, le=2**48)] = 1
+    global_batch_size: Annotated[int, Field(gt=0, le=2**48)]
     create_attention_mask_in_dataloader: bool = False
     """Every micro-batch brings a mask of `seq_length` squared bytes a sequence along, which causal kernels do not read;
     the forward step keeps it, and checkpoints around attention or layers do until their backward.

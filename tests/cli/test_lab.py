@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
@@ -112,6 +115,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             break
     else:
         pytest.fail("jupyter lab ended before it served")
+    _listens(found[0])
     yield Lab(folder, found[0])
     process.send_signal(signal.SIGTERM)
     try:
@@ -120,6 +124,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         process.kill()
     assert process.returncode == 0
     assert not list(temporary.glob("labkit-lab-*")), "it leaves nothing behind"
+
+
+def _listens(address: str) -> None:
+    """Wait until it does: Jupyter says its address before it binds it."""
+    parts, until = urlsplit(address), time.monotonic() + 60
+    with socket.socket() as asking:
+        while asking.connect_ex((parts.hostname, parts.port)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_it_serves_the_folder_with_labkits_settings_and_kernel(lab: Lab) -> None:

@@ -81,6 +81,7 @@ def test_a_run_that_passes_fills_the_contract(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.pickle", "rank-1.pickle"]
 
 
+@pytest.mark.long
 def test_out_of_memory_says_where_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     measurement = failing(monkeypatch, "oom")
     failure = measurement.failure

@@ -12,6 +12,7 @@ from labkit.drivers.trace.server import TraceServer
 from tests.memory.test_lora import tuned
 
 
+@pytest.mark.long
 def test_adapters_and_tree_attention_compute_what_they_say() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.drivers.real_lora"],

@@ -16,7 +16,7 @@ from labkit.drivers.trace.server import TraceServer
 from labkit.ledger import Ledger, Row, rounded
 from tests.small import full, selective
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 3, 64
 RANKS = 2

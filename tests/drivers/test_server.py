@@ -197,6 +197,7 @@ assert not {name for name in set(sys.modules) - modules if name.startswith(("tor
 """
 
 
+@pytest.mark.long
 def test_a_trace_leaves_the_torch_and_megatron_of_its_process_as_they_were() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _UNTOUCHED], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -239,7 +240,7 @@ with TraceServer() as server:
 """
 
 
-@pytest.mark.parametrize("moment", ["while importing", "while tracing"])
+@pytest.mark.parametrize("moment", [pytest.param("while importing", marks=pytest.mark.long), "while tracing"])
 def test_nothing_survives_an_owner_that_is_killed(moment: str) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER, "idle" if moment == "while importing" else "run"],

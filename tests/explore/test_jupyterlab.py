@@ -167,6 +167,7 @@ def test_a_hostile_name_is_text(browser: Browser, running: Server) -> None:
         assert opened.elsewhere == []
 
 
+@pytest.mark.long
 def test_a_study_s_notebook_draws_its_charts(browser: Browser, running: Server) -> None:
     with Lab(browser, running, "study.py") as opened:
         opened.run_all()

@@ -28,7 +28,13 @@ def longer(case: Workload, times: int) -> Workload:
     return case.model_copy(update={"batch": batch})
 
 
-@pytest.mark.parametrize("name", NAMES[1::2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.long)
+        for number, name in enumerate(NAMES[1::2])
+    ],
+)
 def test_lengths_priced_together_are_as_those_priced_alone(name: str) -> None:
     case = workload(name)
     cases = [case] if case.batch.packed else [longer(case, times) for times in (1, 3)]
