@@ -84,7 +84,7 @@ def _folder(words: Sequence[str]) -> Path:
     stated = named[0] if named else "."
     folder = Path(stated)
     if not stated or not folder.is_dir():
-        raise InputError(f"{stated[:200] or 'an empty name'}: there is no such folder")
+        raise InputError(f"{stated or 'an empty name'}: there is no such folder")
     return folder.resolve()
 
 
