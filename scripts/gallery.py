@@ -30,7 +30,7 @@ class Picture(NamedTuple):
 
 PICTURES = (
     Picture("report", "recompute_study", {"study": str(STUDY), "run": False}, "#section-1", 760),
-    Picture("timeline", "recompute_study", {"study": str(STUDY), "run": False}, "#timeline .lk-chart", 512),
+    Picture("timeline", "recompute_study", {"study": str(STUDY), "run": False}, "#timeline .lk-chart", 540),
     Picture("explorer", "explore", {}, "main > .lk-output", 620),
 )
 
